@@ -370,18 +370,14 @@ Bands from_dense(const uint8_t* mask, int64_t sq, int64_t sk) {
   return finish(runs, chains);
 }
 
-Bands remap(const Bands& a, const Ranges& q, const Ranges& k) {
-  auto offsets = [](const Ranges& ranges) {
-    std::vector<int64_t> out{0};
-    for (const Range& r : ranges) out.push_back(out.back() + r.second - r.first);
-    return out;
-  };
+Bands remap(const Bands& a, const Ranges& q, const Ranges& k, const std::vector<int64_t>& k_at) {
+  std::vector<int64_t> q_at{0};
+  for (const Range& r : q) q_at.push_back(q_at.back() + r.second - r.first);
   auto first_behind = [](const Ranges& ranges, int64_t x) {  // the first range that ends behind x
     return size_t(std::upper_bound(ranges.begin(), ranges.end(), x,
                                    [](int64_t v, const Range& r) { return v < r.second; }) -
                   ranges.begin());
   };
-  const std::vector<int64_t> q_at = offsets(q), k_at = offsets(k);
   Bands out;
   auto cut = [&](const Band& b) {
     for (size_t i = first_behind(q, b.q0); i < q.size() && q[i].first < b.q1; ++i) {

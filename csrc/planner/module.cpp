@@ -140,10 +140,11 @@ PYBIND11_MODULE(_planner, m) {
       py::arg("bands"), py::arg("q_ranges"));
   m.def(
       "remap",
-      [](const Int64Array& a, const Int64Array& q, const Int64Array& k) {
-        return rows<int64_t>(remap(bands_of(a), ranges_of(q), ranges_of(k)));
+      [](const Int64Array& a, const Int64Array& q, const Int64Array& k, const Int64Array& k_at) {
+        if (k_at.size() != k.shape(0)) throw std::invalid_argument("k_offsets must have one entry per k range");
+        return rows<int64_t>(remap(bands_of(a), ranges_of(q), ranges_of(k), ints_of(k_at)));
       },
-      py::arg("bands"), py::arg("q_ranges"), py::arg("k_ranges"));
+      py::arg("bands"), py::arg("q_ranges"), py::arg("k_ranges"), py::arg("k_offsets"));
   m.def("tile_plan", &tile_plan_arrays, py::arg("bands"), py::arg("n_rows"), py::arg("tile_rows"), py::arg("tile_cols"));
   m.def("dispatch", &dispatch, py::arg("kind"), py::arg("areas"), py::arg("n_ranks"), py::arg("uneven") = false);
 }

@@ -40,8 +40,9 @@ Bands normalize(const Bands& a);  // the union of the bands
 Bands transpose(const Bands& a);
 Bands clip(const Bands& a, Range q, Range k);
 Bands from_dense(const uint8_t* mask, int64_t sq, int64_t sk);
-// The bands in local coordinates: rows numbered along `q`, keys along `k` (sorted, disjoint ranges each).
-Bands remap(const Bands& a, const Ranges& q, const Ranges& k);
+// The bands in local coordinates. `q` and `k` are sorted, disjoint ranges; rows are numbered along `q`, and
+// the keys of range k[j] begin at k_at[j].
+Bands remap(const Bands& a, const Ranges& q, const Ranges& k, const std::vector<int64_t>& k_at);
 
 std::vector<Piece> pieces(const Bands& a);                                       // sorted by first row
 int64_t area(const Bands& a);                                                    // of disjoint bands

@@ -1,0 +1,7 @@
+"""Who computes what, and who sends what: pure functions and plain values."""
+
+from torch_magi.plan.config import PlanConfig
+from torch_magi.plan.planner import make_attn_plan
+from torch_magi.plan.types import AttnPlan, CommPlan, StagePlan
+
+__all__ = ["AttnPlan", "CommPlan", "PlanConfig", "StagePlan", "make_attn_plan"]

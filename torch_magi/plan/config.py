@@ -1,0 +1,42 @@
+"""How a plan is made: the choices that are not the mask's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Dispatcher = Literal["sequential", "head_tail", "min_heap"]
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Choices of `make_attn_plan`.
+
+    Attributes:
+        chunk_size: tokens in a chunk, the unit that is dispatched to ranks; the last chunk of the sequence may
+            be shorter. None: chosen from the length and the number of ranks.
+        dispatcher: which rank takes which chunk. "sequential": neighbours stay together. "head_tail": one
+            stretch from the head and its mirror image from the tail, which balances one causal document.
+            "min_heap": the largest chunk first, each to the rank with the least area; balances any mask.
+        overlap_degree: the number of stages in which the keys of other ranks arrive, each while the one before
+            is computed. 0: one exchange, then one attention call over all keys.
+        uneven: let "min_heap" give ranks different numbers of chunks where that balances the area better.
+
+    Raises:
+        ValueError: for a value outside these ranges.
+    """
+
+    chunk_size: int | None = None
+    dispatcher: Dispatcher = "min_heap"
+    overlap_degree: int = 1
+    uneven: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dispatcher not in get_args(Dispatcher):
+            raise ValueError(f"dispatcher must be one of {list(get_args(Dispatcher))}, got {self.dispatcher!r}")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be positive or None, got {self.chunk_size}")
+        if self.overlap_degree < 0:
+            raise ValueError(f"overlap_degree must be 0 or more, got {self.overlap_degree}")
+        if self.uneven and self.dispatcher != "min_heap":
+            raise ValueError(f"uneven=True needs dispatcher='min_heap', got {self.dispatcher!r}")

@@ -1,0 +1,300 @@
+"""The values that plans are: immutable, printable, picklable, opaque to torch.compile.
+
+    AttnPlan                      one rank's part of the attention of one mask
+      dispatch: DispatchPlan      who holds which rows
+      stages: (StagePlan, ...)    stage 0 uses local keys, the others keys that arrive
+        mask: AttnMask            in local coordinates: this rank's rows x the stage's keys
+        comm: CommPlan or None    the exchange that brings the keys
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_magi import _planner
+from torch_magi._torch_internals import OpaqueBase
+from torch_magi.masks import AttnMask
+from torch_magi.plan.config import PlanConfig
+from torch_magi.plan.dispatch import DispatchPlan, IntArray
+
+TileTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class DeviceCache:
+    """Tensors made once per key; dropped when pickled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: dict[Any, Any] = {}
+
+    def get(self, key: Any, make: Any) -> Any:
+        """Return the item of `key`, calling `make()` for it the first time."""
+        found = self._items.get(key)
+        if found is None:
+            with self._lock:
+                found = self._items.get(key)
+                if found is None:
+                    found = self._items[key] = make()
+        return found
+
+    def __reduce__(self) -> tuple[type[DeviceCache], tuple[()]]:
+        return (DeviceCache, ())
+
+
+class CommPlan(OpaqueBase):
+    """One rank's part of an exchange in which a row goes to every rank that needs it, and to no other.
+
+    Attributes:
+        send_ranges: int64 [n, 2]; half-open ranges of local rows, concatenated in the order in which they are
+            sent; the rows for rank 0 come first. A row may be sent to several ranks.
+        input_split_sizes: how many of these rows go to each rank.
+        output_split_sizes: how many rows come from each rank.
+        num_rows: rows of the local tensor.
+        rank: the rank whose part this is.
+    """
+
+    def __init__(
+        self,
+        send_ranges: IntArray,
+        input_split_sizes: tuple[int, ...],
+        output_split_sizes: tuple[int, ...],
+        num_rows: int,
+        rank: int,
+    ) -> None:
+        self.send_ranges = np.ascontiguousarray(send_ranges, np.int64)
+        self.send_ranges.setflags(write=False)
+        self.input_split_sizes = input_split_sizes
+        self.output_split_sizes = output_split_sizes
+        self.num_rows = num_rows
+        self.rank = rank
+        self.num_sent = sum(input_split_sizes)
+        self.num_received = sum(output_split_sizes)
+        self._tensors = DeviceCache()
+
+    @property
+    def rows_from_others(self) -> int:
+        """Rows that arrive from other ranks."""
+        return self.num_received - self.output_split_sizes[self.rank]
+
+    def send_ranges_on(self, device: torch.device) -> torch.Tensor:
+        """`send_ranges` as an int64 [n, 2] tensor on `device`, uploaded once."""
+        made: torch.Tensor = self._tensors.get(device, lambda: torch.tensor(self.send_ranges, device=device))
+        return made
+
+    @classmethod
+    def from_splits(
+        cls,
+        send_rows: list[list[tuple[int, int]]],
+        output_split_sizes: list[int],
+        num_rows: int,
+        rank: int,
+    ) -> CommPlan:
+        """Make a plan from the ranges of rows to send.
+
+        Args:
+            send_rows: for every rank, the half-open ranges of local rows that go to it.
+            output_split_sizes: how many rows come from each rank.
+            num_rows: rows of the local tensor.
+            rank: this rank.
+
+        Raises:
+            ValueError: if the lists contradict each other or a range lies outside the tensor.
+        """
+        size = len(output_split_sizes)
+        if len(send_rows) != size:
+            raise ValueError(
+                f"send_rows and output_split_sizes must have one entry per rank, got {len(send_rows)} and {size}"
+            )
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be in [0, {size}), got {rank}")
+        if any(n < 0 for n in output_split_sizes):
+            raise ValueError(f"output_split_sizes must not be negative, got {list(output_split_sizes)}")
+        flat = [r for ranges in send_rows for r in ranges]
+        for a, b in flat:
+            if not 0 <= a <= b <= num_rows:
+                raise ValueError(f"send_rows must lie in [0, {num_rows}] and not be reversed, got ({a}, {b})")
+        return cls(
+            np.array(flat, np.int64).reshape(-1, 2),
+            tuple(sum(b - a for a, b in ranges) for ranges in send_rows),
+            tuple(int(n) for n in output_split_sizes),
+            num_rows,
+            rank,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"CommPlan(rank {self.rank}, {self.num_rows} rows: sends {list(self.input_split_sizes)}, "
+            f"receives {list(self.output_split_sizes)})"
+        )
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """One attention call of a rank.
+
+    Attributes:
+        mask: what it computes: rows are the rank's query rows, columns the stage's keys.
+        comm: the exchange that brings the keys; None where they are the rank's own.
+    """
+
+    mask: AttnMask
+    comm: CommPlan | None
+
+    @cached_property
+    def _tiles(self) -> DeviceCache:
+        return DeviceCache()
+
+    def tiles(self, side: str, tile_rows: int, tile_cols: int, device: torch.device) -> TileTensors:
+        """Return the tile plan of one side, built on first use and kept.
+
+        Args:
+            side: "q" for tiles of query rows over keys, "k" for tiles of keys over query rows.
+            tile_rows, tile_cols: shape of a tile, in tokens.
+            device: where the tensors are put.
+
+        Returns:
+            items int32 [n_items, 8], runs int32 [n_runs, 4], bands int32 [n_bands, 8].
+        """
+
+        def make() -> TileTensors:
+            bands, rows = self.mask.bands, self.mask.shape[0]
+            if side == "k":
+                bands, rows = _planner.transpose(bands), self.mask.shape[1]
+            items, runs, tile_bands = _planner.tile_plan(bands, rows, tile_rows, tile_cols)
+            on = [torch.from_numpy(a).to(device) for a in (items, runs, tile_bands)]
+            return on[0], on[1], on[2]
+
+        made: TileTensors = self._tiles.get((side, tile_rows, tile_cols, device), make)
+        return made
+
+
+class AttnPlan(OpaqueBase):
+    """Who computes what for one mask, seen by one rank. Make it with `make_attn_plan`.
+
+    Attributes:
+        mask: the global mask, of all rows and keys.
+        num_heads_q, num_heads_kv, head_dim, head_dim_v, dtype: what the tensors must be.
+        batch_size: B where the mask was given for one element of a batch; the plan then covers B of them.
+        cp_size, cp_rank: number of ranks, and whose part this is.
+        config: the choices it was made with.
+        dispatch: who holds which rows.
+        stages: the attention calls of this rank.
+        area_per_rank: visible pairs that each rank computes.
+        comm_rows_per_rank: key rows that each rank receives from others in one forward pass.
+    """
+
+    def __init__(
+        self,
+        mask: AttnMask,
+        heads: tuple[int, int],
+        head_dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_size: int | None,
+        cp_rank: int,
+        config: PlanConfig,
+        dispatch: DispatchPlan,
+        stages: tuple[StagePlan, ...],
+        area_per_rank: tuple[int, ...],
+        comm_rows_per_rank: tuple[int, ...],
+    ) -> None:
+        self.mask = mask
+        self.num_heads_q, self.num_heads_kv = heads
+        self.head_dim, self.head_dim_v = head_dims
+        self.dtype = dtype
+        self.device = device
+        self.batch_size = batch_size
+        self.cp_size = dispatch.cp_size
+        self.cp_rank = cp_rank
+        self.config = config
+        self.dispatch = dispatch
+        self.stages = stages
+        self.area_per_rank = area_per_rank
+        self.comm_rows_per_rank = comm_rows_per_rank
+        self.num_stages = len(stages)
+        self.num_tokens_local = dispatch.tokens_per_rank[cp_rank]
+        self._tensors = DeviceCache()
+
+    @property
+    def starts_local(self) -> bool:
+        """Whether stage 0 needs no exchange."""
+        return self.stages[0].comm is None
+
+    @property
+    def imbalance(self) -> float:
+        """Largest area of a rank divided by the mean; 1.0 is perfect balance."""
+        total = sum(self.area_per_rank)
+        return max(self.area_per_rank) * self.cp_size / total if total else 1.0
+
+    @property
+    def comm_rows(self) -> int:
+        """Key rows that all ranks together receive from others in one forward pass."""
+        return sum(self.comm_rows_per_rank)
+
+    @property
+    def comm_bytes(self) -> int:
+        """Bytes of these rows: keys and values of the kv heads."""
+        return self.comm_rows * self.num_heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [num_tokens_local] on the plan's device: the global index of every local row."""
+        return self.rows_on(self.device)
+
+    def rows_on(self, device: torch.device) -> torch.Tensor:
+        """int64 [num_tokens_local]: the global index of every local row, uploaded once per device."""
+        made: torch.Tensor = self._tensors.get(
+            ("rows", device), lambda: torch.from_numpy(self.dispatch.rows(self.cp_rank)).to(device)
+        )
+        return made
+
+    def with_mask(self, mask: AttnMask) -> AttnPlan:
+        """Return a plan of another mask of the same shape for the same dispatched rows.
+
+        For models whose layers see different masks: dispatch once, plan each mask.
+        """
+        from torch_magi.plan.planner import plan_on_dispatch
+
+        return plan_on_dispatch(mask, self)
+
+    def plot(self, path: str | None = None) -> Any:
+        """Draw the mask coloured by the rank that computes it, and each rank's stages. Needs matplotlib.
+
+        Args:
+            path: where to write the picture; None returns the matplotlib figure.
+        """
+        from torch_magi.viz.plan_picture import plot_plan
+
+        return plot_plan(self, path)
+
+    def __str__(self) -> str:
+        sq, sk = self.mask.shape
+        lines = [
+            f"AttnPlan of rank {self.cp_rank} of {self.cp_size}: mask {sq} x {sk}, area {self.mask.area}, "
+            f"heads {self.num_heads_q}:{self.num_heads_kv}, head_dim {self.head_dim}:{self.head_dim_v}, "
+            f"{str(self.dtype).removeprefix('torch.')}",
+            f"  dispatch: {self.config.dispatcher}, chunk_size {self.dispatch.chunk_size}, "
+            f"tokens per rank {_brief(self.dispatch.tokens_per_rank)}",
+            f"  area per rank {_brief(self.area_per_rank)}, imbalance {self.imbalance:.3f}",
+            f"  rows received per rank {_brief(self.comm_rows_per_rank)}, {self.comm_bytes} bytes in all",
+        ]
+        for i, stage in enumerate(self.stages):
+            keys = "local keys" if stage.comm is None else f"keys from others: {stage.comm.rows_from_others}"
+            lines.append(f"  stage {i}: {stage.mask.shape[0]} x {stage.mask.shape[1]}, area {stage.mask.area}, {keys}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _brief(values: tuple[int, ...]) -> str:
+    if len(values) <= 8:
+        return str(list(values))
+    return f"[{', '.join(map(str, values[:4]))}, ... {values[-1]}] (min {min(values)}, max {max(values)})"
