@@ -56,7 +56,7 @@ class CommPlan(OpaqueBase):
         input_split_sizes: how many of these rows go to each rank.
         output_split_sizes: how many rows come from each rank.
         num_rows: rows of the local tensor.
-        rank: the rank whose part this is.
+        rank, size: the rank whose part this is, of how many.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class CommPlan(OpaqueBase):
         self.output_split_sizes = output_split_sizes
         self.num_rows = num_rows
         self.rank = rank
+        self.size = len(output_split_sizes)
         self.num_sent = sum(input_split_sizes)
         self.num_received = sum(output_split_sizes)
         self._tensors = DeviceCache()
@@ -247,14 +248,14 @@ class AttnPlan(OpaqueBase):
     @property
     def position_ids(self) -> torch.Tensor:
         """int64 [num_tokens_local] on the plan's device: the global index of every local row."""
-        return self.rows_on(self.device)
-
-    def rows_on(self, device: torch.device) -> torch.Tensor:
-        """int64 [num_tokens_local]: the global index of every local row, uploaded once per device."""
-        made: torch.Tensor = self._tensors.get(
-            ("rows", device), lambda: torch.from_numpy(self.dispatch.rows(self.cp_rank)).to(device)
+        rows: torch.Tensor = self.cached(
+            "position_ids", lambda: torch.from_numpy(self.dispatch.rows(self.cp_rank)).to(self.device)
         )
-        return made
+        return rows
+
+    def cached(self, key: Any, make: Any) -> Any:
+        """Return what `make()` returned the first time for `key`: tensors derived from the plan."""
+        return self._tensors.get(key, make)
 
     def with_mask(self, mask: AttnMask) -> AttnPlan:
         """Return a plan of another mask of the same shape for the same dispatched rows.

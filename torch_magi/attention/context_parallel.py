@@ -1,0 +1,196 @@
+"""context_parallel_attn: attention over a sequence that is sharded across ranks.
+
+    forward     start all exchanges; attention over the local keys; then, stage by stage, wait for the keys
+                that have arrived and merge their attention in float32
+    backward    the same again for the keys, which are not kept; dk and dv of a stage travel back to the
+                keys' owners while the next stage is computed, and are summed there in float32
+
+Nothing waits inside an operator: every exchange is started early and waited for where its rows are used, in
+eager code as in the compiled graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_magi.attention.inputs import finish, prepare
+from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions
+from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
+from torch_magi.comm.groups import Group, group_name_of
+from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops.flex_attn import flex_attn_fwd
+from torch_magi.ops.merge_state import merge_state
+from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
+from torch_magi.plan import AttnPlan
+
+Tensor = torch.Tensor
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k.flatten(1), v.flatten(1)], 1)
+
+
+def _unpack(kv: Tensor, like_k: Tensor, like_v: Tensor) -> tuple[Tensor, Tensor]:
+    heads, dim, dim_v = like_k.shape[1], like_k.shape[2], like_v.shape[2]
+    k, v = kv.split([heads * dim, heads * dim_v], 1)
+    return k.unflatten(1, (heads, dim)), v.unflatten(1, (heads, dim_v))
+
+
+def _start_all(k: Tensor, v: Tensor, plan: AttnPlan, exchanges: range, group_name: str) -> list[Tensor]:
+    kv = _pack(k, v)
+    sizes = [plan_size(k, plan, Size.RECEIVED, stage) for stage in exchanges]
+    return [start_cast(kv, plan, stage, n, group_name) for stage, n in zip(exchanges, sizes, strict=True)]
+
+
+def _exchanges(num_stages: int, starts_local: bool) -> range:
+    return range(1 if starts_local else 0, num_stages)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, num_stages: int, starts_local: bool,
+    group_name: str, scale: float, softcap: float, return_max_logits: bool, deterministic: bool, backend: str,
+    sm_margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    exchanges = _exchanges(num_stages, starts_local)
+    arriving = _start_all(k, v, plan, exchanges, group_name) if len(exchanges) else []
+    partial: tuple[Tensor, Tensor, Tensor] | None = None
+    for stage in range(num_stages):
+        k_stage, v_stage = k, v
+        if stage in exchanges:
+            k_stage, v_stage = _unpack(wait(arriving[stage - exchanges.start]), k, v)
+        out, lse, max_logits = flex_attn_fwd(
+            q, k_stage, v_stage, plan, stage, sink=sink if stage == 0 else None, scale=scale, softcap=softcap,
+            out_float32=num_stages > 1, return_max_logits=return_max_logits, deterministic=deterministic,
+            backend=backend, sm_margin=sm_margin,
+        )  # fmt: skip
+        if partial is not None:
+            out, lse = merge_state(partial[0], partial[1], out, lse)
+            max_logits = torch.maximum(partial[2], max_logits)
+        partial = out, lse, max_logits
+    assert partial is not None
+    out, lse, max_logits = partial
+    if return_max_logits and group_name:
+        max_logits = wait(torch.ops._c10d_functional.all_reduce(max_logits, "max", group_name))
+    return out.to(q.dtype), lse, max_logits
+
+
+class _ContextParallelAttn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, num_stages: int,
+                starts_local: bool, group_name: str, scale: float, softcap: float, return_max_logits: bool,
+                *options: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        out, lse, max_logits = _forward(
+            q, k, v, plan, sink, num_stages, starts_local, group_name, scale, softcap, return_max_logits, *options
+        )
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.plan, ctx.num_stages, ctx.starts_local, ctx.group_name = plan, num_stages, starts_local, group_name
+        ctx.numbers, ctx.options = (scale, softcap), options
+        ctx.mark_non_differentiable(max_logits)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_logits
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        plan, group_name = ctx.plan, ctx.group_name
+        dout = torch.zeros_like(out) if dout is None else dout
+        exchanges = _exchanges(ctx.num_stages, ctx.starts_local)
+        arriving = _start_all(k, v, plan, exchanges, group_name) if len(exchanges) else []
+        dq: Tensor | None = None
+        dkv: Tensor | None = None
+        dsink: Tensor | None = None
+        returning = []
+        for stage in range(ctx.num_stages):
+            k_stage, v_stage = k, v
+            if stage in exchanges:
+                k_stage, v_stage = _unpack(wait(arriving[stage - exchanges.start]), k, v)
+            dq_stage, dk_stage, dv_stage, dsink_stage = torch.ops.torch_magi.flex_attn_bwd(
+                dout, dlse, q, k_stage, v_stage, out, lse, plan, stage, sink if stage == 0 else None,
+                *ctx.numbers, True, *ctx.options,
+            )  # fmt: skip
+            dq = dq_stage if dq is None else dq + dq_stage
+            packed = _pack(dk_stage, dv_stage)
+            if stage == 0 and sink is not None:
+                dsink = dsink_stage
+            if stage not in exchanges:
+                dkv = packed
+                continue
+            sent = plan_size(q, plan, Size.SENT, stage)
+            returning.append((stage, start_reduce(packed, plan, stage, sent, group_name)))
+        for stage, rows in returning:
+            back = add_returned(wait(rows), plan, stage, k.shape[0])
+            dkv = back if dkv is None else dkv + back
+        assert dq is not None and dkv is not None
+        dk, dv = _unpack(dkv, k, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsink, *(None,) * 9
+
+
+def _context_parallel_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, *rest: Any) -> Any:
+    inputs = [x for x in (q, k, v, sink) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _ContextParallelAttn.apply(q, k, v, plan, sink, *rest)  # type: ignore[no-untyped-call]
+    return _forward(q, k, v, plan, sink, *rest)
+
+
+# Decomposes while it is traced, in forward and backward, so that a compiler sees every start, wait and stage.
+lib.define(
+    f"context_parallel_attn(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, Tensor? sink, int num_stages, "
+    "bool starts_local, str group_name, float scale, float softcap, bool return_max_logits, bool deterministic, "
+    "str backend, int sm_margin) -> (Tensor out, Tensor lse, Tensor max_logits)",
+    tags=ATTENTION_TAGS,
+)
+lib.impl("context_parallel_attn", _context_parallel_attn, "CompositeImplicitAutograd")
+
+
+def context_parallel_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttnPlan,
+    group: Group | None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+    deterministic: bool = False,
+    kernel_options: KernelOptions | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """Compute this rank's rows of the attention of a sequence that is sharded across ranks. Differentiable.
+
+    All ranks of the group call it, each with its own part of the same plan.
+
+    Args:
+        query: [plan.num_tokens_local, num_heads_q, head_dim]; this rank's dispatched rows.
+        key: [plan.num_tokens_local, num_heads_kv, head_dim].
+        value: [plan.num_tokens_local, num_heads_kv, head_dim_v].
+        plan: from `make_attn_plan(..., cp_size, cp_rank)`.
+        group: ProcessGroup, one-dimensional DeviceMesh or group name; may be None for one rank.
+        scale, softcap, deterministic, kernel_options: as in `flex_flash_attn`.
+        sink: float32 [num_sink, num_heads_q], the same on every rank, or [num_tokens_local, num_sink,
+            num_heads_q]. Its gradient on each rank is that of the rank's rows: sum it over ranks.
+        return_aux: lse is that of this rank's rows; max_logits is the maximum over all ranks.
+
+    Returns:
+        out [plan.num_tokens_local, num_heads_q, head_dim_v]; (out, AuxOutput) with `return_aux`. The gradients
+        of query, key and value are those of the whole attention; no factor of the number of ranks.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit together, to the plan, or to the group.
+        NotImplementedError: for a device or dtype without a kernel.
+    """
+    if not isinstance(plan, AttnPlan):
+        raise TypeError(f"plan must be an AttnPlan, got {type(plan).__name__}; make one with make_attn_plan")
+    group_name = group_name_of(group, plan.cp_size)
+    call = prepare(query, key, value, scale, softcap, sink, return_aux, deterministic, kernel_options)
+    if call.batch is not None:
+        raise ValueError(
+            f"query, key and value must be dispatched rows [rows, heads, head_dim], got {list(query.shape)}"
+        )
+    out, lse, max_logits = torch.ops.torch_magi.context_parallel_attn(
+        call.q, call.k, call.v, plan, call.sink, plan.num_stages, plan.starts_local, group_name, call.scale,
+        call.softcap, call.aux.max_logits, call.deterministic, call.backend, call.sm_margin,
+    )  # fmt: skip
+    return finish(call, return_aux, out, lse, max_logits)

@@ -1,0 +1,6 @@
+"""What is sent: the exchanges of context parallelism, as operators that a compiler can see and move."""
+
+from torch_magi.comm.dispatch import dispatch, undispatch
+from torch_magi.comm.group_cast import group_cast, group_reduce
+
+__all__ = ["dispatch", "group_cast", "group_reduce", "undispatch"]

@@ -1,0 +1,128 @@
+"""The two exchanges as start operators: what `group_cast` and `group_reduce`, and the stage loop, are built on.
+
+A start operator packs the rows, starts an all_to_all and returns the tensor that is being received. The caller
+waits for it with `wait` where it uses the rows, so that a compiler, or the order of the eager code, can put
+computation in between. The operator names contain "all_to_all" and end in `group_name`: Inductor's passes
+recognise them by that.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from torch_magi.comm import lowerings
+from torch_magi.comm.groups import resolve_group
+from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops.plan_types import ATTN_PLAN, COMM_PLAN, comm_plan_of
+from torch_magi.plan import AttnPlan, CommPlan
+
+Tensor = torch.Tensor
+Plan = AttnPlan | CommPlan
+
+wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _all_to_all(send: Tensor, received: int, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> Tensor:
+    out = send.new_empty((received, *send.shape[1:]))
+    work = dist.all_to_all_single(
+        out, send, list(receives), list(sends), group=resolve_group(name), async_op=True
+    )
+    torch._C._distributed_c10d._register_work(out, work)  # `wait` finds the work by the tensor's storage
+    return out
+
+
+def _start_cast(x: Tensor, plan: Plan, stage: int, num_received: int, group_name: str) -> Tensor:
+    comm = comm_plan_of(plan, stage)
+    if x.shape[0] != comm.num_rows:
+        raise ValueError(f"x must have {comm.num_rows} rows as the plan says, got {x.shape[0]}")
+    send = torch.ops.torch_magi.range_gather(x, comm.send_ranges_on(x.device), comm.num_sent)
+    return _all_to_all(send, comm.num_received, comm.input_split_sizes, comm.output_split_sizes, group_name)
+
+
+def _start_reduce(x: Tensor, plan: Plan, stage: int, num_returned: int, group_name: str) -> Tensor:
+    comm = comm_plan_of(plan, stage)
+    if x.shape[0] != comm.num_received:
+        raise ValueError(f"x must have {comm.num_received} rows as the plan says, got {x.shape[0]}")
+    return _all_to_all(x.contiguous(), comm.num_sent, comm.output_split_sizes, comm.input_split_sizes, group_name)
+
+
+def _add_returned(x: Tensor, plan: Plan, stage: int, num_rows: int) -> Tensor:
+    comm = comm_plan_of(plan, stage)
+    added: Tensor = torch.ops.torch_magi.range_scatter_add(x, comm.send_ranges_on(x.device), comm.num_rows)
+    return added
+
+
+def _fake_start(x: Tensor, plan: object, stage: int, rows: int, group_name: str) -> Tensor:
+    lowerings.register()
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+def _fake_add(x: Tensor, plan: object, stage: int, num_rows: int) -> Tensor:
+    return x.new_empty((num_rows, *x.shape[1:]))
+
+
+for _suffix, _type in (("", ATTN_PLAN), ("_rows", COMM_PLAN)):
+    for _name, _kernel in ((f"group_cast_all_to_all{_suffix}", _start_cast),
+                           (f"group_reduce_all_to_all{_suffix}", _start_reduce)):  # fmt: skip
+        lib.define(f"{_name}(Tensor x, {_type} plan, int stage, SymInt rows, str group_name) -> Tensor", tags=TAGS)
+        lib.impl(_name, _kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"torch_magi::{_name}", _fake_start, lib=lib)
+    _name = f"add_returned{_suffix}"
+    lib.define(f"{_name}(Tensor x, {_type} plan, int stage, SymInt num_rows) -> Tensor", tags=TAGS)
+    lib.impl(_name, _add_returned, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_magi::{_name}", _fake_add, lib=lib)
+
+_ops = torch.ops.torch_magi
+lowerings.START_OPS.extend(
+    [_ops.group_cast_all_to_all, _ops.group_reduce_all_to_all, _ops.group_cast_all_to_all_rows, _ops.group_reduce_all_to_all_rows]
+)
+
+
+def start_cast(x: Tensor, plan: Plan, stage: int, num_received: int, group_name: str) -> Tensor:
+    """Start sending rows of `x` to the ranks that need them.
+
+    Args:
+        x: [rows, ...]; the local rows.
+        plan, stage: an AttnPlan and the stage whose exchange is meant, or a CommPlan (stage 0).
+        num_received: rows that will arrive, from `plan_size`.
+        group_name: the process group; every rank of it must call.
+
+    Returns:
+        [num_received, ...]; to be read after `wait`.
+    """
+    op = _ops.group_cast_all_to_all_rows if isinstance(plan, CommPlan) else _ops.group_cast_all_to_all
+    started: Tensor = op(x, plan, stage, num_received, group_name)
+    return started
+
+
+def start_reduce(x: Tensor, plan: Plan, stage: int, num_sent: int, group_name: str) -> Tensor:
+    """Start returning rows to the ranks that they came from: the adjoint of `start_cast`.
+
+    Args:
+        x: [num_received, ...]; one row for every row that `start_cast` received.
+        plan, stage, group_name: as given to `start_cast`.
+        num_sent: rows that `start_cast` sent, from `plan_size`.
+
+    Returns:
+        [num_sent, ...]; to be read after `wait`, and summed by `add_returned`.
+    """
+    op = _ops.group_reduce_all_to_all_rows if isinstance(plan, CommPlan) else _ops.group_reduce_all_to_all
+    started: Tensor = op(x, plan, stage, num_sent, group_name)
+    return started
+
+
+def add_returned(x: Tensor, plan: Plan, stage: int, num_rows: int) -> Tensor:
+    """Sum the rows that came back into the local rows that they were copies of.
+
+    Args:
+        x: [num_sent, ...]; what `start_reduce` returned, after `wait`.
+        plan, stage: as given to `start_cast`.
+        num_rows: local rows.
+
+    Returns:
+        [num_rows, ...]; zero for a row that was sent nowhere. The order of the sums is fixed.
+    """
+    op = _ops.add_returned_rows if isinstance(plan, CommPlan) else _ops.add_returned
+    added: Tensor = op(x, plan, stage, num_rows)
+    return added

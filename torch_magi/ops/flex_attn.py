@@ -1,0 +1,232 @@
+"""flex_attn_fwd and flex_attn_bwd: attention of one stage of a plan, differentiable.
+
+The plan is an opaque argument, so a new mask never recompiles. The Python kernels unpack its tile plans and
+call `flex_attn_fwd_tiles` and `flex_attn_bwd_tiles`, which the compiled library implements per device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops.plan_types import ATTN_PLAN
+from torch_magi.plan import AttnPlan
+
+Tensor = torch.Tensor
+
+
+class TileShapes(NamedTuple):
+    """Rows and columns of a tile, in tokens, of the two sides of a tile plan."""
+
+    q_rows: int
+    q_cols: int
+    k_rows: int
+    k_cols: int
+
+
+# What the CPU kernels were measured fastest with.
+CPU_TILES = TileShapes(64, 64, 64, 64)
+
+_OPTIONS = (
+    "float scale, float softcap, bool out_float32, bool return_max_logits, bool deterministic, "
+    "str backend, int sm_margin"
+)
+lib.define(
+    f"flex_attn_fwd(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, int stage, Tensor? sink, {_OPTIONS})"
+    " -> (Tensor out, Tensor lse, Tensor max_logits)",
+    tags=ATTENTION_TAGS,
+)
+lib.define(
+    "flex_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{ATTN_PLAN} plan, int stage, Tensor? sink, float scale, float softcap, bool grad_float32, "
+    "bool deterministic, str backend, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    tags=ATTENTION_TAGS,
+)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of lse, partial results and merges for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tile_shapes(device: torch.device, backend: str) -> TileShapes:
+    """Return the tile shapes of the kernels that serve `device`.
+
+    Raises:
+        NotImplementedError: if no kernel of `backend` serves the device.
+    """
+    if backend not in ("auto", device.type) or device.type != "cpu":
+        raise NotImplementedError(
+            f"flex_attn has kernels for the CPU, got backend {backend!r} and tensors on {device}; "
+            "move the tensors to the CPU and use backend='auto' or 'cpu'"
+        )
+    return CPU_TILES
+
+
+def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int) -> None:
+    """Raise ValueError or TypeError if tensors are not those that a stage of the plan was made for."""
+    rows, keys = plan.stages[stage].mask.shape
+    for name, x, n, heads, dim in (
+        ("query", q, rows, plan.num_heads_q, plan.head_dim),
+        ("key", k, keys, plan.num_heads_kv, plan.head_dim),
+        ("value", v, keys, plan.num_heads_kv, plan.head_dim_v),
+    ):
+        if x.shape != (n, heads, dim):
+            raise ValueError(
+                f"{name} must have shape {[n, heads, dim]} (rows, heads, head_dim) for this plan, got "
+                f"{list(x.shape)}; make a plan for these tensors"
+                + (f" (rank {plan.cp_rank} of {plan.cp_size} holds {plan.num_tokens_local} rows)"
+                   if plan.cp_size > 1 else "")
+            )  # fmt: skip
+        if x.dtype != plan.dtype:
+            raise TypeError(
+                f"{name} must be {plan.dtype} as the plan says, got {x.dtype}; pass dtype={x.dtype} to make_attn_plan"
+            )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None, scale: float, softcap: float,
+    out_float32: bool, return_max_logits: bool, deterministic: bool, backend: str, sm_margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    check_against_plan(q, k, v, plan, stage)
+    shapes = tile_shapes(q.device, backend)
+    tiles = plan.stages[stage].tiles("q", shapes.q_rows, shapes.q_cols, q.device)
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_magi.flex_attn_fwd_tiles(
+        q, k, v, *tiles, sink, shapes.q_rows, shapes.q_cols, scale, softcap, out_float32, return_max_logits
+    )
+    return result
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: AttnPlan,
+    stage: int, sink: Tensor | None, scale: float, softcap: float, grad_float32: bool, deterministic: bool,
+    backend: str, sm_margin: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    check_against_plan(q, k, v, plan, stage)
+    shapes = tile_shapes(q.device, backend)
+    part = plan.stages[stage]
+    q_tiles = part.tiles("q", shapes.q_rows, shapes.q_cols, q.device)
+    k_tiles = part.tiles("k", shapes.k_rows, shapes.k_cols, q.device)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.torch_magi.flex_attn_bwd_tiles(
+        dout, dlse, q, k, v, out, lse, *q_tiles, *k_tiles, sink, list(shapes), scale, softcap, grad_float32
+    )
+    return result
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, plan: object, stage: int, sink: Tensor | None, scale: float,
+                  softcap: float, out_float32: bool, return_max_logits: bool, *rest: Any) -> Any:  # fmt: skip
+    acc = accumulation_dtype(q.dtype)
+    rows, heads = q.shape[0], q.shape[1]
+    out = q.new_empty((rows, heads, v.shape[2]), dtype=acc if out_float32 else q.dtype)
+    return out, q.new_empty((rows, heads), dtype=acc), q.new_empty((heads if return_max_logits else 0,), dtype=torch.float32)
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                   plan: object, stage: int, sink: Tensor | None, scale: float, softcap: float,
+                   grad_float32: bool, *rest: Any) -> Any:  # fmt: skip
+    dtype = accumulation_dtype(q.dtype) if grad_float32 else q.dtype
+    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
+    dsink = q.new_empty((0,), dtype=torch.float32) if sink is None else sink.new_empty(sink.shape)
+    return (*grads, dsink)
+
+
+lib.impl("flex_attn_fwd", _forward, "CompositeExplicitAutograd")
+lib.impl("flex_attn_bwd", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("torch_magi::flex_attn_fwd", _fake_forward, lib=lib)
+torch.library.register_fake("torch_magi::flex_attn_bwd", _fake_backward, lib=lib)
+
+_fwd = torch.ops.torch_magi.flex_attn_fwd.default
+_bwd = torch.ops.torch_magi.flex_attn_bwd.default
+
+
+class _FlexAttn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None,
+                scale: float, softcap: float, out_float32: bool, return_max_logits: bool, deterministic: bool,
+                backend: str, sm_margin: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, max_logits = _fwd(q, k, v, plan, stage, sink, scale, softcap, out_float32, return_max_logits,
+                                        deterministic, backend, sm_margin)  # fmt: skip
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.plan, ctx.stage = plan, stage
+        ctx.numbers = (scale, softcap)
+        ctx.options = (deterministic, backend, sm_margin)
+        ctx.mark_non_differentiable(max_logits)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_logits
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dsink = _bwd(dout, dlse, q, k, v, out, lse, ctx.plan, ctx.stage, sink, *ctx.numbers, False,
+                                 *ctx.options)  # fmt: skip
+        return dq, dk, dv, None, None, dsink if sink is not None else None, *(None,) * 7
+
+
+def _wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _autograd_forward(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None,
+                      *options: Any) -> Any:  # fmt: skip
+    if _wants_grad(q, k, v, sink):
+        return _FlexAttn.apply(q, k, v, plan, stage, sink, *options)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _fwd(q, k, v, plan, stage, sink, *options)
+
+
+def _autograd_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    if _wants_grad(dout, dlse, q, k, v):
+        raise NotImplementedError(
+            "torch_magi attention has no second derivative; call backward with create_graph=False"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return _bwd(dout, dlse, q, k, v, *rest)
+
+
+lib.impl("flex_attn_fwd", _autograd_forward, "Autograd")
+lib.impl("flex_attn_bwd", _autograd_backward, "Autograd")
+
+
+def flex_attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int = 0, *, sink: Tensor | None = None, scale: float,
+    softcap: float = 0.0, out_float32: bool = False, return_max_logits: bool = False, deterministic: bool = False,
+    backend: str = "auto", sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the attention of one stage of a plan. Differentiable in q, k, v and sink, through out and lse.
+
+    out = softmax(mask(softcap(scale * q k^T))) v. A row that sees nothing has out 0 and lse -inf.
+
+    Args:
+        q: [rows, num_heads_q, head_dim], the plan's dtype; this rank's query rows.
+        k: [keys, num_heads_kv, head_dim]; the stage's keys.
+        v: [keys, num_heads_kv, head_dim_v].
+        plan: made for these tensors.
+        stage: which attention call of the plan.
+        sink: float32 [num_sink, num_heads_q] or [rows, num_sink, num_heads_q]; logits added to the denominator.
+        scale: factor of the logits; any real number.
+        softcap: c in c * tanh(s / c), applied after the scale; 0.0 is off.
+        out_float32: return out unrounded (float32; float64 for float64 inputs).
+        return_max_logits: also return the largest scaled logit of each head.
+        deterministic: gradients with the same bits every run.
+        backend: "auto", or the kernels to use.
+        sm_margin: multiprocessors left free by GPU kernels.
+
+    Returns:
+        out [rows, num_heads_q, head_dim_v]; lse [rows, num_heads_q], natural logarithm, float32 (float64);
+        max_logits [num_heads_q], float32, empty where not asked for, -inf for a head that sees nothing.
+
+    Raises:
+        ValueError, TypeError: if the tensors are not those the plan was made for.
+        NotImplementedError: if no kernel serves them.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _fwd(
+        q, k, v, plan, stage, sink, scale, softcap, out_float32, return_max_logits, deterministic, backend, sm_margin
+    )
+    return result
+
+
