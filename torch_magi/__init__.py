@@ -1,6 +1,42 @@
-"""Attention whose mask is any set of (q, k) pairs, as PyTorch operators."""
+"""Attention whose mask is any set of (q, k) pairs, as PyTorch operators, on one device or many.
 
-from torch_magi import masks
+    mask = masks.document(cu_seqlens)                    what is attended
+    plan = make_attn_plan(mask, heads_q, heads_kv, dim)  who computes what
+    out = flex_flash_attn(q, k, v, plan)                 on one device
+    out = context_parallel_attn(q, k, v, plan, group)    on dispatched rows, across ranks
+"""
 
-__all__ = ["masks"]
+from torch_magi import _extension
+
+_extension.load()
+
+from torch_magi import masks  # noqa: E402
+from torch_magi.attention import (  # noqa: E402
+    AuxOutput,
+    AuxRequest,
+    KernelOptions,
+    context_parallel_attn,
+    flex_flash_attn,
+)
+from torch_magi.comm import dispatch, group_cast, group_reduce, undispatch  # noqa: E402
+from torch_magi.ops import merge_state  # noqa: E402
+from torch_magi.plan import AttnPlan, CommPlan, PlanConfig, make_attn_plan  # noqa: E402
+
+__all__ = [
+    "AttnPlan",
+    "AuxOutput",
+    "AuxRequest",
+    "CommPlan",
+    "KernelOptions",
+    "PlanConfig",
+    "context_parallel_attn",
+    "dispatch",
+    "flex_flash_attn",
+    "group_cast",
+    "group_reduce",
+    "make_attn_plan",
+    "masks",
+    "merge_state",
+    "undispatch",
+]
 __version__ = "0.1.0"

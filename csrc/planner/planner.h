@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "tile_plan.h"
+
 namespace magi {
 
 constexpr int64_t kInf = int64_t{1} << 60;  // an inactive diagonal bound is -kInf or kInf
@@ -50,15 +52,6 @@ std::vector<int64_t> row_areas(const Bands& a, const std::vector<int64_t>& edges
 Ranges key_ranges(const Bands& a, const Ranges& q);  // keys seen by rows of `q` (sorted, disjoint)
 
 // --- tiles.cpp: work lists of a kernel --------------------------------------------------------------------
-struct TileItem {
-  int32_t row0, n_rows, run_begin, run_end, n_tiles, flags, slot, reserved;
-};
-struct TileRun {
-  int32_t col_start, n_tiles, band_begin, n_band;
-};
-struct TileBand {
-  int32_t r0, r1, c0, c1, dlo, dhi, step, reserved;
-};
 struct TilePlan {
   std::vector<TileItem> items;  // longest first
   std::vector<TileRun> runs;

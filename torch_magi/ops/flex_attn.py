@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops.attn_tiles import fake_backward, fake_forward, flex_attn_bwd_tiles, flex_attn_fwd_tiles
 from torch_magi.ops.plan_types import ATTN_PLAN
 from torch_magi.plan import AttnPlan
 
@@ -44,11 +45,6 @@ lib.define(
     "bool deterministic, str backend, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
     tags=ATTENTION_TAGS,
 )
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of lse, partial results and merges for inputs of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def tile_shapes(device: torch.device, backend: str) -> TileShapes:
@@ -93,7 +89,7 @@ def _forward(
     check_against_plan(q, k, v, plan, stage)
     shapes = tile_shapes(q.device, backend)
     tiles = plan.stages[stage].tiles("q", shapes.q_rows, shapes.q_cols, q.device)
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_magi.flex_attn_fwd_tiles(
+    result: tuple[Tensor, Tensor, Tensor] = flex_attn_fwd_tiles(
         q, k, v, *tiles, sink, shapes.q_rows, shapes.q_cols, scale, softcap, out_float32, return_max_logits
     )
     return result
@@ -109,7 +105,7 @@ def _backward(
     part = plan.stages[stage]
     q_tiles = part.tiles("q", shapes.q_rows, shapes.q_cols, q.device)
     k_tiles = part.tiles("k", shapes.k_rows, shapes.k_cols, q.device)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.torch_magi.flex_attn_bwd_tiles(
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = flex_attn_bwd_tiles(
         dout, dlse, q, k, v, out, lse, *q_tiles, *k_tiles, sink, list(shapes), scale, softcap, grad_float32
     )
     return result
@@ -117,19 +113,13 @@ def _backward(
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, plan: object, stage: int, sink: Tensor | None, scale: float,
                   softcap: float, out_float32: bool, return_max_logits: bool, *rest: Any) -> Any:  # fmt: skip
-    acc = accumulation_dtype(q.dtype)
-    rows, heads = q.shape[0], q.shape[1]
-    out = q.new_empty((rows, heads, v.shape[2]), dtype=acc if out_float32 else q.dtype)
-    return out, q.new_empty((rows, heads), dtype=acc), q.new_empty((heads if return_max_logits else 0,), dtype=torch.float32)
+    return fake_forward(q, v, out_float32, return_max_logits)
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                    plan: object, stage: int, sink: Tensor | None, scale: float, softcap: float,
                    grad_float32: bool, *rest: Any) -> Any:  # fmt: skip
-    dtype = accumulation_dtype(q.dtype) if grad_float32 else q.dtype
-    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
-    dsink = q.new_empty((0,), dtype=torch.float32) if sink is None else sink.new_empty(sink.shape)
-    return (*grads, dsink)
+    return fake_backward(q, k, v, sink, grad_float32)
 
 
 lib.impl("flex_attn_fwd", _forward, "CompositeExplicitAutograd")

@@ -1,0 +1,71 @@
+"""merge_state: the attention over two sets of keys becomes that over their union."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_magi.ops._library import define, lib
+
+Tensor = torch.Tensor
+
+_merge = define(
+    "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
+    lambda out_a, lse_a, out_b, lse_b: (out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)),
+)
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _merge(out_a, lse_a, out_b, lse_b)
+        ctx.save_for_backward(out_a, lse_a, out_b, lse_b, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # out = wa * a + wb * b with w = exp(lse_x - lse), so d lse_x = w * (dout . (x - out) + dlse).
+        out_a, lse_a, out_b, lse_b, out, lse = ctx.saved_tensors
+
+        def side(x: Tensor, lse_x: Tensor) -> tuple[Tensor, Tensor]:
+            empty = torch.isinf(lse_x)
+            weight = torch.where(empty, 0.0, torch.exp(lse_x - lse))
+            change = (dout * (x - out)).sum(-1) + dlse
+            return weight[..., None] * dout, torch.where(empty, 0.0, weight * change)
+
+        return (*side(out_a, lse_a), *side(out_b, lse_b))
+
+
+def _autograd(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Any:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (out_a, lse_a, out_b, lse_b)):
+        return _Merge.apply(out_a, lse_a, out_b, lse_b)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _merge(out_a, lse_a, out_b, lse_b)
+
+
+lib.impl("merge_state", _autograd, "Autograd")
+
+
+def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the attention of the same queries over two disjoint sets of keys. Differentiable.
+
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+    (FlashInfer's attention state, arXiv:2501.01005, section 2.2).
+
+    An empty side, lse -inf, is the identity bit for bit; +inf, with which FlashAttention-2 marks an empty row,
+    counts as -inf. Far-apart lse do not overflow.
+
+    Args:
+        out_a, out_b: [rows, heads, head_dim], float32 or float64.
+        lse_a, lse_b: [rows, heads], the same dtype, natural logarithm.
+
+    Returns:
+        out [rows, heads, head_dim] and lse [rows, heads].
+
+    Raises:
+        RuntimeError: for shapes or dtypes that do not fit together.
+    """
+    out, lse = _merge(out_a, lse_a, out_b, lse_b)
+    return out, lse
