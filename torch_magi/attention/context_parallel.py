@@ -11,6 +11,7 @@ eager code as in the compiled graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,28 +39,28 @@ def _unpack(kv: Tensor, like_k: Tensor, like_v: Tensor) -> tuple[Tensor, Tensor]
     return k.unflatten(1, (heads, dim)), v.unflatten(1, (heads, dim_v))
 
 
-def _start_all(k: Tensor, v: Tensor, plan: AttnPlan, exchanges: range, group_name: str) -> list[Tensor]:
+def _start_all(
+    k: Tensor, v: Tensor, plan: AttnPlan, first: int, received: Sequence[int], group_name: str
+) -> list[Tensor]:
+    """Start the exchanges of the stages from `first` on, which bring `received` rows each."""
+    if not received:
+        return []
     kv = _pack(k, v)
-    sizes = [plan_size(k, plan, Size.RECEIVED, stage) for stage in exchanges]
-    return [start_cast(kv, plan, stage, n, group_name) for stage, n in zip(exchanges, sizes, strict=True)]
-
-
-def _exchanges(num_stages: int, starts_local: bool) -> range:
-    return range(1 if starts_local else 0, num_stages)
+    return [start_cast(kv, plan, first + i, n, group_name) for i, n in enumerate(received)]
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, num_stages: int, starts_local: bool,
-    group_name: str, scale: float, softcap: float, return_max_logits: bool, deterministic: bool, backend: str,
+    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, num_stages: int, received: Sequence[int],
+    sent: Sequence[int], group_name: str, scale: float, softcap: float, return_max_logits: bool, deterministic: bool, backend: str,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    exchanges = _exchanges(num_stages, starts_local)
-    arriving = _start_all(k, v, plan, exchanges, group_name) if len(exchanges) else []
+    first = num_stages - len(received)
+    arriving = _start_all(k, v, plan, first, received, group_name)
     partial: tuple[Tensor, Tensor, Tensor] | None = None
     for stage in range(num_stages):
         k_stage, v_stage = k, v
-        if stage in exchanges:
-            k_stage, v_stage = _unpack(wait(arriving[stage - exchanges.start]), k, v)
+        if stage >= first:
+            k_stage, v_stage = _unpack(wait(arriving[stage - first]), k, v)
         out, lse, max_logits = flex_attn_fwd(
             q, k_stage, v_stage, plan, stage, sink=sink if stage == 0 else None, scale=scale, softcap=softcap,
             out_float32=num_stages > 1, return_max_logits=return_max_logits, deterministic=deterministic,
@@ -79,13 +80,14 @@ def _forward(
 class _ContextParallelAttn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, num_stages: int,
-                starts_local: bool, group_name: str, scale: float, softcap: float, return_max_logits: bool,
-                *options: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                received: Sequence[int], sent: Sequence[int], group_name: str, scale: float, softcap: float,
+                return_max_logits: bool, *options: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         out, lse, max_logits = _forward(
-            q, k, v, plan, sink, num_stages, starts_local, group_name, scale, softcap, return_max_logits, *options
+            q, k, v, plan, sink, num_stages, received, sent, group_name, scale, softcap, return_max_logits, *options
         )
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.plan, ctx.num_stages, ctx.starts_local, ctx.group_name = plan, num_stages, starts_local, group_name
+        ctx.plan, ctx.num_stages, ctx.group_name = plan, num_stages, group_name
+        ctx.received, ctx.sent = received, sent
         ctx.numbers, ctx.options = (scale, softcap), options
         ctx.mark_non_differentiable(max_logits)
         ctx.set_materialize_grads(False)
@@ -96,16 +98,16 @@ class _ContextParallelAttn(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         plan, group_name = ctx.plan, ctx.group_name
         dout = torch.zeros_like(out) if dout is None else dout
-        exchanges = _exchanges(ctx.num_stages, ctx.starts_local)
-        arriving = _start_all(k, v, plan, exchanges, group_name) if len(exchanges) else []
+        first = ctx.num_stages - len(ctx.received)
+        arriving = _start_all(k, v, plan, first, ctx.received, group_name)
         dq: Tensor | None = None
         dkv: Tensor | None = None
         dsink: Tensor | None = None
         returning = []
         for stage in range(ctx.num_stages):
             k_stage, v_stage = k, v
-            if stage in exchanges:
-                k_stage, v_stage = _unpack(wait(arriving[stage - exchanges.start]), k, v)
+            if stage >= first:
+                k_stage, v_stage = _unpack(wait(arriving[stage - first]), k, v)
             dq_stage, dk_stage, dv_stage, dsink_stage = torch.ops.torch_magi.flex_attn_bwd(
                 dout, dlse, q, k_stage, v_stage, out, lse, plan, stage, sink if stage == 0 else None,
                 *ctx.numbers, True, *ctx.options,
@@ -114,17 +116,16 @@ class _ContextParallelAttn(torch.autograd.Function):
             packed = _pack(dk_stage, dv_stage)
             if stage == 0 and sink is not None:
                 dsink = dsink_stage
-            if stage not in exchanges:
+            if stage < first:
                 dkv = packed
                 continue
-            sent = plan_size(q, plan, Size.SENT, stage)
-            returning.append((stage, start_reduce(packed, plan, stage, sent, group_name)))
+            returning.append((stage, start_reduce(packed, plan, stage, ctx.sent[stage - first], group_name)))
         for stage, rows in returning:
             back = add_returned(wait(rows), plan, stage, k.shape[0])
             dkv = back if dkv is None else dkv + back
         assert dq is not None and dkv is not None
         dk, dv = _unpack(dkv, k, v)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsink, *(None,) * 9
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsink, *(None,) * 10
 
 
 def _context_parallel_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, *rest: Any) -> Any:
@@ -137,8 +138,8 @@ def _context_parallel_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink
 # Decomposes while it is traced, in forward and backward, so that a compiler sees every start, wait and stage.
 lib.define(
     f"context_parallel_attn(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, Tensor? sink, int num_stages, "
-    "bool starts_local, str group_name, float scale, float softcap, bool return_max_logits, bool deterministic, "
-    "str backend, int sm_margin) -> (Tensor out, Tensor lse, Tensor max_logits)",
+    "SymInt[] received, SymInt[] sent, str group_name, float scale, float softcap, bool return_max_logits, "
+    "bool deterministic, str backend, int sm_margin) -> (Tensor out, Tensor lse, Tensor max_logits)",
     tags=ATTENTION_TAGS,
 )
 lib.impl("context_parallel_attn", _context_parallel_attn, "CompositeImplicitAutograd")
@@ -189,8 +190,10 @@ def context_parallel_attn(
         raise ValueError(
             f"query, key and value must be dispatched rows [rows, heads, head_dim], got {list(query.shape)}"
         )
+    exchanges = range(1 if plan.starts_local else 0, plan.num_stages)
+    received = [plan_size(call.q, plan, Size.RECEIVED, stage) for stage in exchanges]
+    sent = [plan_size(call.q, plan, Size.SENT, stage) for stage in exchanges]
     out, lse, max_logits = torch.ops.torch_magi.context_parallel_attn(
-        call.q, call.k, call.v, plan, call.sink, plan.num_stages, plan.starts_local, group_name, call.scale,
-        call.softcap, call.aux.max_logits, call.deterministic, call.backend, call.sm_margin,
+        call.q, call.k, call.v, plan, call.sink, plan.num_stages, received, sent, group_name, call.scale, call.softcap, call.aux.max_logits, call.deterministic, call.backend, call.sm_margin,
     )  # fmt: skip
     return finish(call, return_aux, out, lse, max_logits)
