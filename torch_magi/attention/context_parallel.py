@@ -40,13 +40,14 @@ def _unpack(kv: Tensor, like_k: Tensor, like_v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _start_all(
-    k: Tensor, v: Tensor, plan: AttnPlan, first: int, received: Sequence[int], group_name: str
+    k: Tensor, v: Tensor, plan: AttnPlan, first: int, received: Sequence[int], group_name: str,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """Start the exchanges of the stages from `first` on, which bring `received` rows each."""
     if not received:
         return []
     kv = _pack(k, v)
-    return [start_cast(kv, plan, first + i, n, group_name) for i, n in enumerate(received)]
+    return [start_cast(kv, plan, first + i, n, group_name, after) for i, n in enumerate(received)]
 
 
 def _forward(
@@ -99,7 +100,7 @@ class _ContextParallelAttn(torch.autograd.Function):
         plan, group_name = ctx.plan, ctx.group_name
         dout = torch.zeros_like(out) if dout is None else dout
         first = ctx.num_stages - len(ctx.received)
-        arriving = _start_all(k, v, plan, first, ctx.received, group_name)
+        arriving = _start_all(k, v, plan, first, ctx.received, group_name, after=dout)
         dq: Tensor | None = None
         dkv: Tensor | None = None
         dsink: Tensor | None = None
@@ -108,11 +109,12 @@ class _ContextParallelAttn(torch.autograd.Function):
             k_stage, v_stage = k, v
             if stage >= first:
                 k_stage, v_stage = _unpack(wait(arriving[stage - first]), k, v)
-            dq_stage, dk_stage, dv_stage, dsink_stage = torch.ops.torch_magi.flex_attn_bwd(
-                dout, dlse, q, k_stage, v_stage, out, lse, plan, stage, sink if stage == 0 else None,
+            # dq goes through the stages one after the other, which also keeps a compiler from moving the local
+            # stage behind the exchanges that it is to hide.
+            dq, dk_stage, dv_stage, dsink_stage = torch.ops.torch_magi.flex_attn_bwd(
+                dout, dlse, q, k_stage, v_stage, out, lse, dq, plan, stage, sink if stage == 0 else None,
                 *ctx.numbers, True, *ctx.options,
             )  # fmt: skip
-            dq = dq_stage if dq is None else dq + dq_stage
             packed = _pack(dk_stage, dv_stage)
             if stage == 0 and sink is not None:
                 dsink = dsink_stage

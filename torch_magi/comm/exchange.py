@@ -32,7 +32,9 @@ def _all_to_all(send: Tensor, received: int, sends: tuple[int, ...], receives: t
     return out
 
 
-def _start_cast(x: Tensor, plan: Plan, stage: int, num_received: int, group_name: str) -> Tensor:
+def _start_cast(
+    x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_received: int, group_name: str
+) -> Tensor:
     comm = comm_plan_of(plan, stage)
     if x.shape[0] != comm.num_rows:
         raise ValueError(f"x must have {comm.num_rows} rows as the plan says, got {x.shape[0]}")
@@ -40,7 +42,9 @@ def _start_cast(x: Tensor, plan: Plan, stage: int, num_received: int, group_name
     return _all_to_all(send, comm.num_received, comm.input_split_sizes, comm.output_split_sizes, group_name)
 
 
-def _start_reduce(x: Tensor, plan: Plan, stage: int, num_returned: int, group_name: str) -> Tensor:
+def _start_reduce(
+    x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_returned: int, group_name: str
+) -> Tensor:
     comm = comm_plan_of(plan, stage)
     if x.shape[0] != comm.num_received:
         raise ValueError(f"x must have {comm.num_received} rows as the plan says, got {x.shape[0]}")
@@ -53,7 +57,7 @@ def _add_returned(x: Tensor, plan: Plan, stage: int, num_rows: int) -> Tensor:
     return added
 
 
-def _fake_start(x: Tensor, plan: object, stage: int, rows: int, group_name: str) -> Tensor:
+def _fake_start(x: Tensor, after: Tensor | None, plan: object, stage: int, rows: int, group_name: str) -> Tensor:
     lowerings.register()
     return x.new_empty((rows, *x.shape[1:]))
 
@@ -65,7 +69,10 @@ def _fake_add(x: Tensor, plan: object, stage: int, num_rows: int) -> Tensor:
 for _suffix, _type in (("", ATTN_PLAN), ("_rows", COMM_PLAN)):
     for _name, _kernel in ((f"group_cast_all_to_all{_suffix}", _start_cast),
                            (f"group_reduce_all_to_all{_suffix}", _start_reduce)):  # fmt: skip
-        lib.define(f"{_name}(Tensor x, {_type} plan, int stage, SymInt rows, str group_name) -> Tensor", tags=TAGS)
+        lib.define(
+            f"{_name}(Tensor x, Tensor? after, {_type} plan, int stage, SymInt rows, str group_name) -> Tensor",
+            tags=TAGS,
+        )
         lib.impl(_name, _kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"torch_magi::{_name}", _fake_start, lib=lib)
     _name = f"add_returned{_suffix}"
@@ -79,7 +86,9 @@ lowerings.START_OPS.extend(
 )
 
 
-def start_cast(x: Tensor, plan: Plan, stage: int, num_received: int, group_name: str) -> Tensor:
+def start_cast(
+    x: Tensor, plan: Plan, stage: int, num_received: int, group_name: str, after: Tensor | None = None
+) -> Tensor:
     """Start sending rows of `x` to the ranks that need them.
 
     Args:
@@ -87,12 +96,14 @@ def start_cast(x: Tensor, plan: Plan, stage: int, num_received: int, group_name:
         plan, stage: an AttnPlan and the stage whose exchange is meant, or a CommPlan (stage 0).
         num_received: rows that will arrive, from `plan_size`.
         group_name: the process group; every rank of it must call.
+        after: a tensor that is not read, but must exist before. The backward passes its incoming gradient:
+            without it a compiler would take the second exchange for the first and keep the rows instead.
 
     Returns:
         [num_received, ...]; to be read after `wait`.
     """
     op = _ops.group_cast_all_to_all_rows if isinstance(plan, CommPlan) else _ops.group_cast_all_to_all
-    started: Tensor = op(x, plan, stage, num_received, group_name)
+    started: Tensor = op(x, after, plan, stage, num_received, group_name)
     return started
 
 
@@ -108,7 +119,7 @@ def start_reduce(x: Tensor, plan: Plan, stage: int, num_sent: int, group_name: s
         [num_sent, ...]; to be read after `wait`, and summed by `add_returned`.
     """
     op = _ops.group_reduce_all_to_all_rows if isinstance(plan, CommPlan) else _ops.group_reduce_all_to_all
-    started: Tensor = op(x, plan, stage, num_sent, group_name)
+    started: Tensor = op(x, None, plan, stage, num_sent, group_name)
     return started
 
 

@@ -41,7 +41,7 @@ lib.define(
 )
 lib.define(
     "flex_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{ATTN_PLAN} plan, int stage, Tensor? sink, float scale, float softcap, bool grad_float32, "
+    f"Tensor? dq_before, {ATTN_PLAN} plan, int stage, Tensor? sink, float scale, float softcap, bool grad_float32, "
     "bool deterministic, str backend, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
     tags=ATTENTION_TAGS,
 )
@@ -96,8 +96,8 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: AttnPlan,
-    stage: int, sink: Tensor | None, scale: float, softcap: float, grad_float32: bool, deterministic: bool,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dq_before: Tensor | None, plan: AttnPlan, stage: int, sink: Tensor | None, scale: float, softcap: float, grad_float32: bool, deterministic: bool,
     backend: str, sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     check_against_plan(q, k, v, plan, stage)
@@ -105,10 +105,10 @@ def _backward(
     part = plan.stages[stage]
     q_tiles = part.tiles("q", shapes.q_rows, shapes.q_cols, q.device)
     k_tiles = part.tiles("k", shapes.k_rows, shapes.k_cols, q.device)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = flex_attn_bwd_tiles(
+    dq, dk, dv, dsink = flex_attn_bwd_tiles(
         dout, dlse, q, k, v, out, lse, *q_tiles, *k_tiles, sink, list(shapes), scale, softcap, grad_float32
     )
-    return result
+    return dq if dq_before is None else dq.add_(dq_before), dk, dv, dsink
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, plan: object, stage: int, sink: Tensor | None, scale: float,
@@ -117,8 +117,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, plan: object, stage: int, sin
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                   plan: object, stage: int, sink: Tensor | None, scale: float, softcap: float,
-                   grad_float32: bool, *rest: Any) -> Any:  # fmt: skip
+                   dq_before: Tensor | None, plan: object, stage: int, sink: Tensor | None, scale: float,
+                   softcap: float, grad_float32: bool, *rest: Any) -> Any:  # fmt: skip
     return fake_backward(q, k, v, sink, grad_float32)
 
 
@@ -152,7 +152,7 @@ class _FlexAttn(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dsink = _bwd(dout, dlse, q, k, v, out, lse, ctx.plan, ctx.stage, sink, *ctx.numbers, False,
+        dq, dk, dv, dsink = _bwd(dout, dlse, q, k, v, out, lse, None, ctx.plan, ctx.stage, sink, *ctx.numbers, False,
                                  *ctx.options)  # fmt: skip
         return dq, dk, dv, None, None, dsink if sink is not None else None, *(None,) * 7
 

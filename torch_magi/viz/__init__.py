@@ -1,0 +1,1 @@
+"""Pictures of masks and plans with matplotlib, which is an optional extra."""
