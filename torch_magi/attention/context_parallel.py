@@ -21,6 +21,7 @@ from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops.autograd import wants_grad
 from torch_magi.ops.flex_attn import flex_attn_fwd
 from torch_magi.ops.merge_state import merge_state
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
@@ -131,8 +132,7 @@ class _ContextParallelAttn(torch.autograd.Function):
 
 
 def _context_parallel_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, *rest: Any) -> Any:
-    inputs = [x for x in (q, k, v, sink) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if wants_grad(q, k, v, sink):
         return _ContextParallelAttn.apply(q, k, v, plan, sink, *rest)  # type: ignore[no-untyped-call]
     return _forward(q, k, v, plan, sink, *rest)
 

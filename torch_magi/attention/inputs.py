@@ -37,6 +37,8 @@ def prepare(
     Raises:
         TypeError, ValueError: with the argument's name, what was found and what is accepted.
     """
+    if torch.compiler.is_exporting():
+        raise NotImplementedError("torch.export and AOTInductor cannot hold a plan yet; use torch.compile")
     backend, sm_margin = parse_kernel_options(kernel_options)
     _check_tensors(query, key, value)
     batch = query.shape[0] if query.ndim == 4 else None
@@ -112,7 +114,9 @@ def _check_sink(sink: Tensor, query: Tensor) -> None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+    if tensors[0].dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return tensors
+    if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)

@@ -9,6 +9,7 @@ import torch
 from torch_magi.comm.exchange import wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops.autograd import wants_grad
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
 
@@ -79,7 +80,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 def _dispatch(x: Tensor, plan: AttnPlan, local: int) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if wants_grad(x):
         moved: Tensor = _Dispatch.apply(x, plan, local)  # type: ignore[no-untyped-call]
     else:
         moved = rows_between(x, plan, WHOLE, LOCAL, local)
@@ -115,7 +116,7 @@ class _Undispatch(torch.autograd.Function):
 
 
 def _undispatch(x: Tensor, plan: AttnPlan, padded: int, total: int, cp_size: int, group_name: str, grad: str) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if wants_grad(x):
         moved: Tensor = _Undispatch.apply(x, plan, padded, total, cp_size, group_name, grad)  # type: ignore[no-untyped-call]
         return moved
     return _gather(x, plan, padded, total, cp_size, group_name)

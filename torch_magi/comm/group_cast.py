@@ -9,6 +9,7 @@ import torch
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops.autograd import wants_grad
 from torch_magi.ops.plan_types import COMM_PLAN, Size, plan_size
 from torch_magi.plan import CommPlan
 
@@ -47,14 +48,14 @@ class _GroupReduce(torch.autograd.Function):
 
 
 def _group_cast(x: Tensor, plan: CommPlan, sent: int, received: int, group_name: str) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if wants_grad(x):
         cast: Tensor = _GroupCast.apply(x, plan, sent, received, group_name)  # type: ignore[no-untyped-call]
         return cast
     return _cast(x, plan, received, group_name)
 
 
 def _group_reduce(x: Tensor, plan: CommPlan, sent: int, rows: int, group_name: str) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if wants_grad(x):
         reduced: Tensor = _GroupReduce.apply(x, plan, sent, rows, group_name)  # type: ignore[no-untyped-call]
         return reduced
     return _reduce(x, plan, sent, rows, group_name)

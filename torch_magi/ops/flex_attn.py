@@ -12,6 +12,7 @@ import torch
 
 from torch_magi.ops._library import ATTENTION_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_backward, fake_forward, flex_attn_bwd_tiles, flex_attn_fwd_tiles
+from torch_magi.ops.autograd import refuse_vmap, wants_grad
 from torch_magi.ops.plan_types import ATTN_PLAN
 from torch_magi.plan import AttnPlan
 
@@ -157,20 +158,16 @@ class _FlexAttn(torch.autograd.Function):
         return dq, dk, dv, None, None, dsink if sink is not None else None, *(None,) * 7
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _autograd_forward(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None,
                       *options: Any) -> Any:  # fmt: skip
-    if _wants_grad(q, k, v, sink):
+    if wants_grad(q, k, v, sink):
         return _FlexAttn.apply(q, k, v, plan, stage, sink, *options)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, plan, stage, sink, *options)
 
 
 def _autograd_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    if _wants_grad(dout, dlse, q, k, v):
+    if wants_grad(dout, dlse, q, k, v):
         raise NotImplementedError(
             "torch_magi attention has no second derivative; call backward with create_graph=False"
         )
@@ -180,6 +177,8 @@ def _autograd_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, 
 
 lib.impl("flex_attn_fwd", _autograd_forward, "Autograd")
 lib.impl("flex_attn_bwd", _autograd_backward, "Autograd")
+refuse_vmap("flex_attn_fwd")
+refuse_vmap("flex_attn_bwd")
 
 
 def flex_attn_fwd(

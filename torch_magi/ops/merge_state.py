@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_magi.ops._library import define, lib
+from torch_magi.ops.autograd import wants_grad
 
 Tensor = torch.Tensor
 
@@ -39,7 +40,7 @@ class _Merge(torch.autograd.Function):
 
 
 def _autograd(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Any:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (out_a, lse_a, out_b, lse_b)):
+    if wants_grad(out_a, lse_a, out_b, lse_b):
         return _Merge.apply(out_a, lse_a, out_b, lse_b)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _merge(out_a, lse_a, out_b, lse_b)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_magi.ops._library import define, lib
+from torch_magi.ops.autograd import wants_grad
 
 Tensor = torch.Tensor
 
@@ -50,7 +51,7 @@ class _ScatterAdd(torch.autograd.Function):
 
 def _autograd(function: Any, op: Any) -> Any:
     def kernel(x: Tensor, ranges: Tensor, size: int) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
+        if wants_grad(x):
             result: Tensor = function.apply(x, ranges, size)
             return result
         with torch._C._AutoDispatchBelowAutograd():
