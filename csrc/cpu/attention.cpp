@@ -86,8 +86,8 @@ Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, double scale
 }
 
 // The sink logits of each (row and) head summed up: logsumexp over the sink tokens.
-std::vector<float> sink_logits(const MaybeTensor& sink, Params& p) {
-  std::vector<float> out;
+std::vector<double> sink_logits(const MaybeTensor& sink, Params& p) {
+  std::vector<double> out;
   if (!sink.has_value()) return out;
   const Tensor s = torch::stable::contiguous(*sink);
   STD_TORCH_CHECK(s.scalar_type() == ScalarType::Float, "sink must be float32");
@@ -105,7 +105,7 @@ std::vector<float> sink_logits(const MaybeTensor& sink, Params& p) {
       double most = -std::numeric_limits<double>::infinity(), sum = 0;
       for (int64_t t = 0; t < tokens; ++t) most = std::max(most, double(x[t * p.hq]));
       for (int64_t t = 0; t < tokens; ++t) sum += std::exp(double(x[t * p.hq]) - most);
-      out[size_t(r * p.hq + h)] = most > -std::numeric_limits<double>::infinity() ? float(most + std::log(sum)) : float(most);
+      out[size_t(r * p.hq + h)] = std::isfinite(most) ? most + std::log(sum) : most;
     }
   p.sink = out.data();
   p.sink_row = per_row ? p.hq : 0;
@@ -137,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
   const Input input = input_of(q);
   Params p = params_of(q, k, v, scale, softcap, out_float32);
   const Tiles tiles = tiles_of(items, runs, bands, tile_rows, tile_cols);
-  const std::vector<float> sinks = sink_logits(sink, p);
+  const std::vector<double> sinks = sink_logits(sink, p);
   const ScalarType wide = wide_type(input);
   Tensor out = torch::stable::new_empty(q, {p.sq, p.hq, p.dv}, out_float32 ? wide : q.scalar_type());
   Tensor lse = torch::stable::new_empty(q, {p.sq, p.hq}, wide);
@@ -169,9 +169,9 @@ void row_sums(const Params& p, const Rows& out, const Acc* dlse, const MaybeTens
       for (int64_t h = 0; h < p.hq; ++h) {
         const T* o = static_cast<const T*>(out.data) + r * out.row + h * out.head;
         const T* g = static_cast<const T*>(p.dout.data) + r * p.dout.row + h * p.dout.head;
-        Acc sum = 0;
-        for (int64_t d = 0; d < p.dv; ++d) sum += Acc(o[d]) == 0 ? Acc(0) : Acc(o[d]) * Acc(g[d]);
-        delta[r * p.hq + h] = sum - (dlse ? dlse[r * p.hq + h] : Acc(0));
+        double sum = 0;
+        for (int64_t d = 0; d < p.dv; ++d) sum += Acc(o[d]) == 0 ? 0 : double(Acc(o[d])) * double(Acc(g[d]));
+        delta[r * p.hq + h] = Acc(sum - (dlse ? double(dlse[r * p.hq + h]) : 0));
       }
   });
   if (!sink.has_value()) return;

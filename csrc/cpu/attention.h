@@ -27,7 +27,7 @@ struct Params {
   Rows q, k, v, dout;
   int64_t sq, sk, hq, hkv, d, dv;
   double scale, softcap;
-  const float* sink;     // logsumexp over the sink tokens, [1 or Sq, Hq]; null without a sink
+  const double* sink;    // logsumexp over the sink tokens, [1 or Sq, Hq]; null without a sink
   int64_t sink_row;      // row stride of `sink`: 0 where all rows share it
   bool wide;             // results in the accumulation type instead of the input type
   void* out;             // input type, or acc

@@ -22,6 +22,7 @@ struct Vector {
 
 // C[M, N] = (add ? C : 0) + A[M, K] B[K, N]; M a multiple of kRows, N of kPad. Row-major.
 constexpr int kRows = MAGI_VECTOR_BYTES == 64 ? 8 : 4;
+constexpr int64_t kSum = 16;
 
 template <typename Acc>
 void multiply(int64_t m_size, int64_t n_size, int64_t k_size, const Acc* __restrict__ a, int64_t lda,
@@ -31,21 +32,24 @@ void multiply(int64_t m_size, int64_t n_size, int64_t k_size, const Acc* __restr
   constexpr int w = Vector<Acc>::width;
   for (int64_t n = 0; n < n_size; n += 2 * w) {
     for (int64_t m = 0; m < m_size; m += kRows) {
-      V sum[kRows][2];
-      for (int i = 0; i < kRows; ++i)
-        for (int j = 0; j < 2; ++j)
-          sum[i][j] = add ? V(*reinterpret_cast<const Loose*>(c + (m + i) * ldc + n + j * w)) : V{};
-      for (int64_t k = 0; k < k_size; ++k) {
-        const V b0 = *reinterpret_cast<const Loose*>(b + k * ldb + n);
-        const V b1 = *reinterpret_cast<const Loose*>(b + k * ldb + n + w);
-        for (int i = 0; i < kRows; ++i) {
-          const Acc x = a[(m + i) * lda + k];
-          sum[i][0] += x * b0;
-          sum[i][1] += x * b1;
+      // Blocks of the sum are added up on their own, which keeps rounding errors from growing with its length.
+      for (int64_t k0 = 0; k0 < k_size; k0 += kSum) {
+        V sum[kRows][2] = {};
+        for (int64_t k = k0; k < std::min(k0 + kSum, k_size); ++k) {
+          const V b0 = *reinterpret_cast<const Loose*>(b + k * ldb + n);
+          const V b1 = *reinterpret_cast<const Loose*>(b + k * ldb + n + w);
+          for (int i = 0; i < kRows; ++i) {
+            const Acc x = a[(m + i) * lda + k];
+            sum[i][0] += x * b0;
+            sum[i][1] += x * b1;
+          }
         }
+        for (int i = 0; i < kRows; ++i)
+          for (int j = 0; j < 2; ++j) {
+            Loose& to = *reinterpret_cast<Loose*>(c + (m + i) * ldc + n + j * w);
+            to = add || k0 > 0 ? to + sum[i][j] : sum[i][j];
+          }
       }
-      for (int i = 0; i < kRows; ++i)
-        for (int j = 0; j < 2; ++j) *reinterpret_cast<Loose*>(c + (m + i) * ldc + n + j * w) = sum[i][j];
     }
   }
 }
@@ -156,17 +160,17 @@ const T* row_of(const Rows& x, int64_t row, int64_t head) {
   return static_cast<const T*>(x.data) + row * x.row + head * x.head;
 }
 
-// Loads `n` rows of `dim` elements, times `factor`; rows without their bit in `seen` become zero, and so does
+// Loads `n` rows of `dim` elements; rows without their bit in `seen` become zero, and so does
 // the padding up to kTile rows.
 template <typename T, typename Acc>
-void load(const Rows& x, int64_t row0, int64_t n, int64_t head, int64_t dim, Acc factor, uint64_t seen,
+void load(const Rows& x, int64_t row0, int64_t n, int64_t head, int64_t dim, uint64_t seen,
           const Matrix<Acc>& out) {
   for (int64_t r = 0; r < kTile; ++r) {
     Acc* to = out.row(r);
     int64_t d = 0;
     if (r < n && (seen >> r & 1)) {
       const T* from = row_of<T, Acc>(x, row0 + r, head);
-      for (; d < dim; ++d) to[d] = Acc(from[d]) * factor;
+      for (; d < dim; ++d) to[d] = Acc(from[d]);
     }
     for (; d < out.ld; ++d) to[d] = 0;
   }
@@ -222,18 +226,19 @@ void forward_tile(const Params& p, const Tiles& tiles, int64_t index, int64_t he
   Acc most[kTile], sum[kTile], raw_most = minus_inf;
   for (int64_t r = 0; r < kTile; ++r) most[r] = minus_inf, sum[r] = 0;
   std::fill(o.data, o.data + kTile * o.ld, Acc(0));
-  load<T, Acc>(p.q, item.row0, item.n_rows, head, p.d, Acc(p.scale), kAllRows, q);
+  load<T, Acc>(p.q, item.row0, item.n_rows, head, p.d, kAllRows, q);
 
   for_each_tile(tiles, item, [&](const TileRun& run, int32_t col) {
     Visible seen;
     seen.set(item, tiles, run, col, p.sk);
     const int64_t width = std::min<int64_t>(tiles.tile_cols, p.sk - col);
-    load<T, Acc>(p.k, col, width, kv_head, p.d, Acc(1), seen.any, k);
-    load<T, Acc>(p.v, col, width, kv_head, p.dv, Acc(1), seen.any, v);
+    load<T, Acc>(p.k, col, width, kv_head, p.d, seen.any, k);
+    load<T, Acc>(p.v, col, width, kv_head, p.dv, seen.any, v);
     transpose(k, p.d, k_t);
     multiply<Acc>(m_size, kTile, p.d, q.data, q.ld, k_t.data, k_t.ld, s.data, s.ld, false);
     for (int32_t r = 0; r < item.n_rows; ++r) {
       Acc* row = s.row(r);
+      for (int64_t c = 0; c < kTile; ++c) row[c] *= Acc(p.scale);
       if (seen.all) {
         for (int64_t c = width; c < kTile; ++c) row[c] = minus_inf;
       } else if (seen.row[r] == 0) {
@@ -283,7 +288,7 @@ void forward_tile(const Params& p, const Tiles& tiles, int64_t index, int64_t he
   if (p.max_logits) p.max_logits[index * p.hq + head] = float(raw_most);
 }
 
-// From scores `s` (scaled, not capped) and `dp` to probabilities and score gradients, in place; both zero
+// From products `s` of queries and keys and `dp` to probabilities and score gradients, in place; both zero
 // where hidden. lse and delta are per row, or per column where `by_column`.
 template <typename Acc>
 void score_gradients(const Params& p, const Visible& seen, int32_t n_rows, int64_t width, bool by_column,
@@ -291,6 +296,7 @@ void score_gradients(const Params& p, const Visible& seen, int32_t n_rows, int64
   for (int32_t r = 0; r < n_rows; ++r) {
     Acc *x = s.row(r), *g = dp.row(r);
     Acc slope[kTile];
+    for (int64_t c = 0; c < kTile; ++c) x[c] *= Acc(p.scale);
     if (p.softcap > 0) {
       for (int64_t c = 0; c < kTile; ++c) {
         const Acc t = std::tanh(x[c] / Acc(p.softcap));
@@ -329,8 +335,8 @@ void grad_q_tile(const Params& p, const Tiles& tiles, int64_t index, int64_t hea
   Matrix<Acc> v = scratch.matrix(kTile, p.dv), v_t = scratch.matrix(padded(p.dv), kTile);
   Matrix<Acc> s = scratch.matrix(kTile, kTile), dp = scratch.matrix(kTile, kTile);
   std::fill(dq.data, dq.data + kTile * dq.ld, Acc(0));
-  load<T, Acc>(p.q, item.row0, item.n_rows, head, p.d, Acc(p.scale), kAllRows, q);
-  load<T, Acc>(p.dout, item.row0, item.n_rows, head, p.dv, Acc(1), kAllRows, dout);
+  load<T, Acc>(p.q, item.row0, item.n_rows, head, p.d, kAllRows, q);
+  load<T, Acc>(p.dout, item.row0, item.n_rows, head, p.dv, kAllRows, dout);
   Acc lse[kTile], delta[kTile];
   for (int32_t r = 0; r < item.n_rows; ++r) {
     lse[r] = static_cast<const Acc*>(p.lse)[(item.row0 + r) * p.hq + head];
@@ -340,8 +346,8 @@ void grad_q_tile(const Params& p, const Tiles& tiles, int64_t index, int64_t hea
     Visible seen;
     seen.set(item, tiles, run, col, p.sk);
     const int64_t width = std::min<int64_t>(tiles.tile_cols, p.sk - col);
-    load<T, Acc>(p.k, col, width, kv_head, p.d, Acc(1), seen.any, k);
-    load<T, Acc>(p.v, col, width, kv_head, p.dv, Acc(1), seen.any, v);
+    load<T, Acc>(p.k, col, width, kv_head, p.d, seen.any, k);
+    load<T, Acc>(p.v, col, width, kv_head, p.dv, seen.any, v);
     transpose(k, p.d, k_t);
     transpose(v, p.dv, v_t);
     multiply<Acc>(m_size, kTile, p.d, q.data, q.ld, k_t.data, k_t.ld, s.data, s.ld, false);
@@ -365,15 +371,15 @@ void grad_kv_tile(const Params& p, const Tiles& tiles, int64_t index, int64_t kv
   Matrix<Acc> s = scratch.matrix(kTile, kTile), dp = scratch.matrix(kTile, kTile);
   std::fill(dk.data, dk.data + kTile * dk.ld, Acc(0));
   std::fill(dv.data, dv.data + kTile * dv.ld, Acc(0));
-  load<T, Acc>(p.k, item.row0, item.n_rows, kv_head, p.d, Acc(1), kAllRows, k);
-  load<T, Acc>(p.v, item.row0, item.n_rows, kv_head, p.dv, Acc(1), kAllRows, v);
+  load<T, Acc>(p.k, item.row0, item.n_rows, kv_head, p.d, kAllRows, k);
+  load<T, Acc>(p.v, item.row0, item.n_rows, kv_head, p.dv, kAllRows, v);
   for_each_tile(tiles, item, [&](const TileRun& run, int32_t col) {
     Visible seen;
     seen.set(item, tiles, run, col, p.sq);
     const int64_t width = std::min<int64_t>(tiles.tile_cols, p.sq - col);
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      load<T, Acc>(p.q, col, width, head, p.d, Acc(p.scale), seen.any, q);
-      load<T, Acc>(p.dout, col, width, head, p.dv, Acc(1), seen.any, dout);
+      load<T, Acc>(p.q, col, width, head, p.d, seen.any, q);
+      load<T, Acc>(p.dout, col, width, head, p.dv, seen.any, dout);
       transpose(q, p.d, q_t);
       transpose(dout, p.dv, dout_t);
       Acc lse[kTile] = {}, delta[kTile] = {};
@@ -388,10 +394,9 @@ void grad_kv_tile(const Params& p, const Tiles& tiles, int64_t index, int64_t kv
       multiply<Acc>(m_size, padded(p.d), kTile, dp.data, dp.ld, q.data, q.ld, dk.data, dk.ld, true);
     }
   });
-  // q carries the scale already, so dk needs no factor.
   for (int32_t r = 0; r < item.n_rows; ++r) {
     const int64_t row = (item.row0 + r) * p.hkv + kv_head;
-    store<T, Acc>(p.dk, p.wide, row * p.d, dk.row(r), p.d, Acc(1));
+    store<T, Acc>(p.dk, p.wide, row * p.d, dk.row(r), p.d, Acc(p.scale));
     store<T, Acc>(p.dv_out, p.wide, row * p.dv, dv.row(r), p.dv, Acc(1));
   }
 }

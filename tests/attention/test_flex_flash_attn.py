@@ -1,0 +1,275 @@
+"""flex_flash_attn against float64 truth: every mask and option, and the inputs that broke other packages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import torch_magi as magi
+from torch_magi import masks
+from torch_magi.masks import AttnMask
+from torch_magi.testing.reference import Results, flex_flash_runner, run_reference
+from torch_magi.testing.tolerance import check_attention
+
+Tensor = torch.Tensor
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+run = flex_flash_runner()
+
+
+def check(
+    mask: AttnMask, dtype: torch.dtype = torch.float64, heads: tuple[int, int] = (2, 2), dims: tuple[int, int] = (8, 8),
+    seed: int = 0, runner: Any = run, **options: Any,
+) -> Results:  # fmt: skip
+    """Run attention on fresh random numbers, NaN in rows that nobody sees, and compare with the references."""
+    print("seed", seed)
+    gen = torch.Generator().manual_seed(seed)
+    sq, sk = mask.shape
+    (hq, hkv), (d, dv) = heads, dims
+    shapes = ((sq, hq, d), (sk, hkv, d), (sk, hkv, dv), (sq, hq, dv))
+    q, k, v, dout = (torch.randn(s, generator=gen, dtype=torch.float64).to(dtype) for s in shapes)
+    dense = mask.to_dense()
+    q[~dense.any(1)] = math.nan
+    k[~dense.any(0)] = math.nan
+    v[~dense.any(0)] = math.nan
+    dlse = torch.randn((sq, hq), generator=gen, dtype=torch.float64).to(
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )
+    return check_attention(runner, q, k, v, mask, dout=dout, dlse=dlse, **options)
+
+
+MASKS = {
+    "full": masks.full(70, 130),
+    "causal": masks.causal(129),
+    "causal_wide": masks.causal(5, 200),
+    "causal_tall": masks.causal(100, 20),
+    "window": masks.sliding_window(150, 150, (20, 3)),
+    "documents": masks.document([0, 1, 1, 65, 100, 131], total=140),
+    "staircase": masks.chunk_causal(130, 140, 7),
+    "block_causal": masks.block_causal([0, 50, 133], 16),
+    "prefix": masks.shared_prefix(30, [0, 40, 90]),
+    "overlaps": AttnMask.from_slices([[0, 90], [10, 70], [3, 99]], [[0, 50], [30, 100], [60, 100]],
+                                     ["causal", "inv_causal", "bi_causal"], 100, 100),
+    "nothing": masks.full(3, 3) - masks.full(3, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks(name: str, dtype: torch.dtype) -> None:
+    check(MASKS[name], dtype)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (5, 1), (8, 2)])
+@pytest.mark.parametrize("dims", [(8, 8), (40, 24), (1, 3), (64, 64)])
+def test_heads_and_head_dims(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check(MASKS["documents"], torch.float32, heads, dims)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 2.5])
+def test_any_scale(scale: float) -> None:
+    check(MASKS["overlaps"], scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_c38_softcap(dtype: torch.dtype) -> None:
+    check(MASKS["documents"], dtype, softcap=5.0)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_c31_sink(dtype: torch.dtype, per_row: bool) -> None:
+    mask = masks.document([0, 3, 8], total=10)
+    sink = torch.randn((10, 3, 4) if per_row else (3, 4), generator=torch.Generator().manual_seed(1))
+    result = check(mask, dtype, (4, 2), sink=sink)
+    # Rows without keys: out 0, lse of the sink alone.
+    assert (result.out[8:] == 0).all()
+    alone = (sink[8:] if per_row else sink[None]).double().logsumexp(1)
+    torch.testing.assert_close(result.lse[8:].double(), alone.expand(2, 4), rtol=1e-6, atol=1e-6)
+
+
+def test_c31_sink_by_hand() -> None:
+    q = torch.zeros(1, 1, 1, dtype=torch.float64, requires_grad=True)
+    v = torch.ones(1, 1, 1, dtype=torch.float64)
+    sink = torch.zeros(1, 1, requires_grad=True)
+    out, aux = magi.flex_flash_attn(q, q.detach(), v, masks.full(1, 1), scale=1.0, sink=sink,
+                                    return_aux=magi.AuxRequest(lse=True))  # fmt: skip
+    out.sum().backward()
+    assert out.item() == pytest.approx(0.5) and aux.lse.item() == pytest.approx(math.log(2))
+    assert sink.grad is not None and sink.grad.item() == pytest.approx(-0.25)
+
+
+def test_c01_fully_masked_rows() -> None:
+    mask = AttnMask.from_slices([[0, 5]], [[0, 2]], ["causal"], 5, 2)
+    result = check(mask)
+    assert (result.out[:3] == 0).all() and (result.lse[:3] == -math.inf).all()
+    assert result.dq is not None and (result.dq[:3] == 0).all()
+
+
+def test_c06_short_queries() -> None:
+    mask = masks.varlen([0, 0, 1, 1, 2], [0, 0, 3, 3, 8], causal=True)
+    assert mask.area == 3 + 5
+    check(mask, torch.float32, (9, 3), scale=1.0)
+
+
+def test_c07_rows_behind_the_last_document() -> None:
+    mask = masks.document([0, 144, 432, 944], total=946)
+    result = check(mask, torch.float32, dims=(16, 16))
+    for x in (result.out, result.dq, result.dk, result.dv):
+        assert x is not None and (x[944:] == 0).all()
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_c14_and_empty_inputs(n: int) -> None:
+    check(masks.document([0, 5 * n, 9 * n, 9 * n, 9 * n]))
+
+
+def test_c15_mask_larger_than_the_tensors() -> None:
+    plan = magi.make_attn_plan(masks.causal(4096), 2, 2, 8, dtype=torch.float32)
+    q = torch.randn(1000, 2, 8)
+    with pytest.raises(ValueError, match=r"query must have shape \[4096, 2, 8\] .* got \[1000, 2, 8\]"):
+        magi.flex_flash_attn(q, q, q, plan)
+    with pytest.raises(ValueError, match=r"query must have shape \[4096, 2, 8\]"):
+        magi.flex_flash_attn(q, q, q, masks.causal(4096))
+
+
+def test_c21_overlaps_count_once() -> None:
+    mask = AttnMask.from_slices([[0, 4], [0, 4]], [[0, 4], [2, 6]], ["full", "full"], 4, 6)
+    q, k = torch.zeros(4, 1, 1, dtype=torch.float64), torch.zeros(6, 1, 1, dtype=torch.float64)
+    v = (torch.arange(6.0, dtype=torch.float64) ** 2)[:, None, None]
+    out, aux = magi.flex_flash_attn(q, k, v, mask, return_aux=magi.AuxRequest(lse=True))
+    torch.testing.assert_close(out, torch.full_like(out, 55 / 6))
+    torch.testing.assert_close(aux.lse, torch.full_like(aux.lse, math.log(6)))
+
+
+def test_c22_staircase() -> None:
+    mask = masks.chunk_causal(200, 200, 2).clip((100, 200), (0, 200))
+    assert mask.area == 15100
+    check(mask)
+
+
+def test_c23_no_mask_function() -> None:
+    check(AttnMask.from_slices([[0, 128], [128, 256]], [[128, 256], [0, 128]], ["full", "full"], 256, 256), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_c34_lse_is_natural(dtype: torch.dtype) -> None:
+    q = torch.zeros(8, 1, 4, dtype=dtype)
+    for sink, extra in ((None, 0), (torch.zeros(1, 1), 1)):
+        _, aux = magi.flex_flash_attn(q, q, q, masks.causal(8), sink=sink, return_aux=magi.AuxRequest(lse=True))
+        expected = torch.log(torch.arange(1.0, 9.0, dtype=aux.lse.dtype) + extra)
+        torch.testing.assert_close(aux.lse[:, 0], expected)
+
+
+def test_c35_gradient_of_lse_alone() -> None:
+    mask = masks.causal(9)
+    q, k, v = (torch.randn(9, 2, 4, dtype=torch.float64) for _ in range(3))
+    ones = torch.ones(9, 2, dtype=torch.float64)
+    result = check_attention(run, q, k, v, mask, dlse=ones)
+    assert (result.dv == 0).all() and (result.dq != 0).any()
+
+
+def test_c37_gradients_have_the_inputs_dtype() -> None:
+    result = check(MASKS["documents"], torch.float16)
+    assert result.dq is not None and result.dq.dtype == torch.float16
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_c39_same_bits(threads: int) -> None:
+    q, k, v = (torch.randn(300, h, 16, generator=torch.Generator().manual_seed(h)) for h in (16, 2, 2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        results = [run(q, k, v, masks.causal(300), dout=torch.ones(300, 16, 16)) for _ in range(20)]
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True) if a is not None and b is not None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_c40_non_contiguous(dtype: torch.dtype) -> None:
+    mask = masks.causal(70)
+    q, k, v = (torch.randn(1, 2, 70, 8).to(dtype).transpose(1, 2)[0] for _ in range(3))
+    dout = torch.randn(70, 3, 16).to(dtype)[:, :2, ::2]
+    strided = run(q, k, v, mask, dout=dout)
+    dense = run(q.contiguous(), k.contiguous(), v.contiguous(), mask, dout=dout.contiguous())
+    for a, b in zip(strided, dense, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_a_batch_is_documents() -> None:
+    mask = masks.causal(20)
+    q, k, v = (torch.randn(3, 20, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    out, aux = magi.flex_flash_attn(q, k, v, mask, return_aux=magi.AuxRequest(lse=True, max_logits=True))
+    planned = magi.make_attn_plan(mask, 4, 2, 8, dtype=torch.float64, batch_size=3)
+    whole = masks.document([0, 20, 40, 60])
+    assert torch.equal(out, magi.flex_flash_attn(q, k, v, planned))
+    assert torch.equal(out, magi.flex_flash_attn(q, k, v, whole))
+    for b in range(3):
+        truth = run_reference(q[b], k[b], v[b], mask)
+        torch.testing.assert_close(out[b], truth.out)
+        torch.testing.assert_close(aux.lse[b], truth.lse)
+
+
+def test_autocast_casts_as_sdpa_does() -> None:
+    q = torch.randn(8, 2, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert magi.flex_flash_attn(q, q, q, masks.causal(8)).dtype == torch.bfloat16
+        d = q.double()
+        assert magi.flex_flash_attn(d, d, d, masks.causal(8)).dtype == torch.float64
+
+
+def test_gradcheck() -> None:
+    mask = MASKS["overlaps"].clip((0, 20), (0, 40))
+    q, k, v = (torch.randn(n, h, 4, dtype=torch.float64, requires_grad=True) for n, h in ((20, 4), (40, 2), (40, 2)))
+    request = magi.AuxRequest(lse=True)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, aux = magi.flex_flash_attn(q, k, v, mask, softcap=3.0, return_aux=request)
+        return out, torch.where(aux.lse.isinf(), 0.0, aux.lse)
+
+    assert torch.autograd.gradcheck(function, (q, k, v))
+
+
+Q = torch.zeros(8, 2, 16)
+MASK = masks.causal(8)
+REFUSALS: list[tuple[str, type[Exception], str, Any]] = [
+    ("shape", ValueError, r"query must have shape \[rows, heads, head_dim\]", lambda: magi.flex_flash_attn(Q[0], Q, Q, MASK)),
+    ("dtype", TypeError, "must have one dtype", lambda: magi.flex_flash_attn(Q, Q.double(), Q, MASK)),
+    ("integers", TypeError, "dtype must be one of", lambda: magi.flex_flash_attn(Q.int(), Q.int(), Q.int(), MASK)),
+    ("heads", ValueError, "num_heads_q must be a multiple", lambda: magi.flex_flash_attn(Q, Q[:, :1].expand(8, 3, 16), Q[:, :1].expand(8, 3, 16), MASK)),
+    ("kv heads", ValueError, "key and value must have as many heads", lambda: magi.flex_flash_attn(Q, Q, Q[:, :1], MASK)),
+    ("head_dim", ValueError, "one head_dim", lambda: magi.flex_flash_attn(Q, Q[..., :8], Q, MASK)),
+    ("batch", ValueError, "batch size 2", lambda: magi.flex_flash_attn(Q.expand(2, 8, 2, 16), Q.expand(3, 8, 2, 16), Q.expand(2, 8, 2, 16), MASK)),
+    ("not a mask", TypeError, "mask_or_plan must be an AttnMask or an AttnPlan, got NoneType", lambda: magi.flex_flash_attn(Q, Q, Q, None)),
+    ("scale", ValueError, "scale must be a finite number", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, scale=math.nan)),
+    ("softcap", ValueError, "softcap must be 0", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, softcap=-1.0)),
+    ("sink dtype", TypeError, "sink must be torch.float32", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, sink=torch.zeros(1, 2).double())),
+    ("sink shape", ValueError, r"sink must have shape \[num_sink, 2\]", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, sink=torch.zeros(1, 3))),
+    ("aux", TypeError, "return_aux must be", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, return_aux=True)),
+    ("option", TypeError, r"kernel_options must have keys among \['backend', 'sm_margin'\], got 'tile'", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, kernel_options={"tile": 1})),
+    ("backend", ValueError, "backend.* must be one of", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, kernel_options={"backend": "gpu"})),
+    ("sm_margin", ValueError, "sm_margin.* must be 0 or more", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, kernel_options={"sm_margin": -1})),
+    ("keyword", TypeError, "unexpected keyword argument 'softmax_scale'", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, softmax_scale=1.0)),
+    ("plan dtype", TypeError, "query must be torch.bfloat16 as the plan says", lambda: magi.flex_flash_attn(Q, Q, Q, magi.make_attn_plan(MASK, 2, 2, 16))),
+    ("plan heads", ValueError, r"query must have shape \[8, 4, 16\]", lambda: magi.flex_flash_attn(Q, Q, Q, magi.make_attn_plan(MASK, 4, 2, 16, dtype=torch.float32))),
+    ("plan of ranks", ValueError, "call context_parallel_attn", lambda: magi.flex_flash_attn(Q, Q, Q, magi.make_attn_plan(MASK, 2, 2, 16, cp_size=2))),
+    ("vmap", NotImplementedError, "cannot be vmapped", lambda: torch.vmap(lambda q: magi.flex_flash_attn(q, Q, Q, MASK))(Q[None])),
+    ("jvp", NotImplementedError, "no forward-mode", lambda: torch.func.jvp(lambda q: magi.flex_flash_attn(q, Q, Q, MASK), (Q,), (Q,))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "text", "call"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
+def test_refusals(error: type[Exception], text: str, call: Any) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_double_backward_is_refused() -> None:
+    q = torch.randn(8, 2, 16, requires_grad=True)
+    out = magi.flex_flash_attn(q, Q, Q, MASK)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
