@@ -1,9 +1,9 @@
 """Attention whose mask is any set of (q, k) pairs, as PyTorch operators, on one device or many.
 
-    mask = masks.document(cu_seqlens)                    what is attended
-    plan = make_attn_plan(mask, heads_q, heads_kv, dim)  who computes what
-    out = flex_flash_attn(q, k, v, plan)                 on one device
-    out = context_parallel_attn(q, k, v, plan, group)    on dispatched rows, across ranks
+mask = masks.document(cu_seqlens)                    what is attended
+plan = make_attn_plan(mask, heads_q, heads_kv, dim)  who computes what
+out = flex_flash_attn(q, k, v, plan)                 on one device
+out = context_parallel_attn(q, k, v, plan, group)    on dispatched rows, across ranks
 """
 
 from torch_magi import _extension

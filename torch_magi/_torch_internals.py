@@ -17,6 +17,8 @@ PLAN_COMPILE_ERROR = (
     "call torch_magi outside torch.compile, or install a tested torch"
 )
 
+__all__ = ["HAS_OPAQUE_TYPES", "PLAN_COMPILE_ERROR", "OpaqueBase", "register_reference_type"]
+
 try:
     from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
     from torch._opaque_base import OpaqueBase

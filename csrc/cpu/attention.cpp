@@ -22,11 +22,11 @@ using MaybeTensor = std::optional<Tensor>;
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
-  static const Kernels& chosen = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-                                         __builtin_cpu_supports("avx512vl")
-                                     ? avx512_kernels()
-                                 : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2_kernels()
-                                                                                                   : generic_kernels();
+  static const Kernels& chosen =
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
+          ? avx512_kernels()
+      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2_kernels()
+                                                                        : generic_kernels();
   return chosen;
 #else
   return generic_kernels();
@@ -54,11 +54,11 @@ ScalarType wide_type(Input input) { return input == Input::kDouble ? ScalarType:
 Rows rows_of(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1)}; }
 
 Tiles tiles_of(const Tensor& items, const Tensor& runs, const Tensor& bands, int64_t tile_rows, int64_t tile_cols) {
-  STD_TORCH_CHECK(tile_rows >= 1 && tile_rows <= kTile && tile_cols >= 1 && tile_cols <= kTile,
-                  "CPU tiles have 1 to ", kTile, " rows and columns, got ", tile_rows, " x ", tile_cols);
+  STD_TORCH_CHECK(tile_rows >= 1 && tile_rows <= kTile && tile_cols >= 1 && tile_cols <= kTile, "CPU tiles have 1 to ",
+                  kTile, " rows and columns, got ", tile_rows, " x ", tile_cols);
   auto check = [](const Tensor& x, const char* name, int64_t width) {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && x.dim() == 2 && x.size(1) == width && x.is_contiguous(),
-                    name, " must be a contiguous int32 tensor [n, ", width, "], got shape ", shape_text(x));
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && x.dim() == 2 && x.size(1) == width && x.is_contiguous(), name,
+                    " must be a contiguous int32 tensor [n, ", width, "], got shape ", shape_text(x));
   };
   check(items, "items", 8);
   check(runs, "runs", 4);
@@ -120,19 +120,16 @@ void for_all_tiles(TileFunction function, Input input, const Params& p, const Ti
   if (tasks == 0) return;
   const int64_t bytes = (kernels().scratch_bytes(input, p) + 63) / 64 * 64;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min<int64_t>(torch::stable::get_num_threads(), tasks), 1,
-                              [&](int64_t, int64_t) {
-                                std::unique_ptr<void, decltype(&std::free)> scratch(
-                                    std::aligned_alloc(64, size_t(bytes)), &std::free);
-                                for (int64_t i; (i = next.fetch_add(1)) < tasks;)
-                                  function(input, p, tiles, i / heads, i % heads, scratch.get());
-                              });
+  torch::stable::parallel_for(0, std::min<int64_t>(torch::stable::get_num_threads(), tasks), 1, [&](int64_t, int64_t) {
+    std::unique_ptr<void, decltype(&std::free)> scratch(std::aligned_alloc(64, size_t(bytes)), &std::free);
+    for (int64_t i; (i = next.fetch_add(1)) < tasks;) function(input, p, tiles, i / heads, i % heads, scratch.get());
+  });
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                            const Tensor& items, const Tensor& runs, const Tensor& bands,
-                                           const MaybeTensor& sink, int64_t tile_rows, int64_t tile_cols,
-                                           double scale, double softcap, bool out_float32, bool return_max_logits) {
+                                           const MaybeTensor& sink, int64_t tile_rows, int64_t tile_cols, double scale,
+                                           double softcap, bool out_float32, bool return_max_logits) {
   const Tensor q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
   const Input input = input_of(q);
   Params p = params_of(q, k, v, scale, softcap, out_float32);
@@ -196,11 +193,13 @@ void row_sums(const Params& p, const Rows& out, const Acc* dlse, const MaybeTens
     }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& dout_in, const MaybeTensor& dlse_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-    const Tensor& out_in, const Tensor& lse_in, const Tensor& q_items, const Tensor& q_runs, const Tensor& q_bands,
-    const Tensor& k_items, const Tensor& k_runs, const Tensor& k_bands, const MaybeTensor& sink_in,
-    std::vector<int64_t> tile_shape, double scale, double softcap, bool grad_float32) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout_in, const MaybeTensor& dlse_in,
+                                                    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                                    const Tensor& out_in, const Tensor& lse_in, const Tensor& q_items,
+                                                    const Tensor& q_runs, const Tensor& q_bands, const Tensor& k_items,
+                                                    const Tensor& k_runs, const Tensor& k_bands,
+                                                    const MaybeTensor& sink_in, std::vector<int64_t> tile_shape,
+                                                    double scale, double softcap, bool grad_float32) {
   STD_TORCH_CHECK(tile_shape.size() == 4, "tile_shape must hold 4 numbers, got ", tile_shape.size());
   const Tensor q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in), dout = dense_rows(dout_in);
   const Tensor out = dense_rows(out_in), lse = torch::stable::contiguous(lse_in);

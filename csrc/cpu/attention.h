@@ -27,13 +27,13 @@ struct Params {
   Rows q, k, v, dout;
   int64_t sq, sk, hq, hkv, d, dv;
   double scale, softcap;
-  const double* sink;    // logsumexp over the sink tokens, [1 or Sq, Hq]; null without a sink
-  int64_t sink_row;      // row stride of `sink`: 0 where all rows share it
-  bool wide;             // results in the accumulation type instead of the input type
-  void* out;             // input type, or acc
-  void* lse;             // acc; written forward, read backward
-  float* max_logits;     // [n_items, Hq] partial results; null if not wanted
-  const void* delta;     // acc; rowsum(dout * out) - dlse
+  const double* sink;      // logsumexp over the sink tokens, [1 or Sq, Hq]; null without a sink
+  int64_t sink_row;        // row stride of `sink`: 0 where all rows share it
+  bool wide;               // results in the accumulation type instead of the input type
+  void* out;               // input type, or acc
+  void* lse;               // acc; written forward, read backward
+  float* max_logits;       // [n_items, Hq] partial results; null if not wanted
+  const void* delta;       // acc; rowsum(dout * out) - dlse
   void *dq, *dk, *dv_out;  // input type, or acc
 };
 

@@ -163,8 +163,7 @@ const T* row_of(const Rows& x, int64_t row, int64_t head) {
 // Loads `n` rows of `dim` elements; rows without their bit in `seen` become zero, and so does
 // the padding up to kTile rows.
 template <typename T, typename Acc>
-void load(const Rows& x, int64_t row0, int64_t n, int64_t head, int64_t dim, uint64_t seen,
-          const Matrix<Acc>& out) {
+void load(const Rows& x, int64_t row0, int64_t n, int64_t head, int64_t dim, uint64_t seen, const Matrix<Acc>& out) {
   for (int64_t r = 0; r < kTile; ++r) {
     Acc* to = out.row(r);
     int64_t d = 0;
@@ -406,18 +405,18 @@ int64_t scratch_bytes(Input input, const Params& p) {
   return size * kTile * (5 * (d + dv) + 3 * kTile);
 }
 
-#define MAGI_BY_INPUT(function)                                                                     \
+#define MAGI_BY_INPUT(function)                                                                      \
   void function(Input input, const Params& p, const Tiles& t, int64_t item, int64_t head, void* s) { \
-    switch (input) {                                                                                \
-      case Input::kDouble:                                                                          \
-        return function##_tile<double, double>(p, t, item, head, s);                                \
-      case Input::kFloat:                                                                           \
-        return function##_tile<float, float>(p, t, item, head, s);                                  \
-      case Input::kBFloat16:                                                                        \
-        return function##_tile<torch::headeronly::BFloat16, float>(p, t, item, head, s);            \
-      case Input::kHalf:                                                                            \
-        return function##_tile<torch::headeronly::Half, float>(p, t, item, head, s);                \
-    }                                                                                               \
+    switch (input) {                                                                                 \
+      case Input::kDouble:                                                                           \
+        return function##_tile<double, double>(p, t, item, head, s);                                 \
+      case Input::kFloat:                                                                            \
+        return function##_tile<float, float>(p, t, item, head, s);                                   \
+      case Input::kBFloat16:                                                                         \
+        return function##_tile<torch::headeronly::BFloat16, float>(p, t, item, head, s);             \
+      case Input::kHalf:                                                                             \
+        return function##_tile<torch::headeronly::Half, float>(p, t, item, head, s);                 \
+    }                                                                                                \
   }
 MAGI_BY_INPUT(forward)
 MAGI_BY_INPUT(grad_q)

@@ -22,7 +22,7 @@ void merge_rows(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, c
     for (int64_t i = begin; i < end; ++i) {
       // An empty row has lse -inf, or +inf where FlashAttention-2 wrote it.
       const bool empty_a = std::isinf(la[i]), empty_b = std::isinf(lb[i]);
-      Acc *to = o + i * dim;
+      Acc* to = o + i * dim;
       const Acc *a = oa + i * dim, *b = ob + i * dim;
       if (empty_a || empty_b) {
         for (int64_t d = 0; d < dim; ++d) to[d] = empty_a ? (empty_b ? Acc(0) : b[d]) : a[d];
@@ -52,7 +52,8 @@ std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a,
                   "out_a, lse_a, out_b and lse_b must have one dtype");
   const Tensor oa = torch::stable::contiguous(out_a), ob = torch::stable::contiguous(out_b);
   const Tensor la = torch::stable::contiguous(lse_a), lb = torch::stable::contiguous(lse_b);
-  Tensor out = torch::stable::new_empty(oa, {rows, heads, oa.size(2)}), lse = torch::stable::new_empty(la, {rows, heads});
+  Tensor out = torch::stable::new_empty(oa, {rows, heads, oa.size(2)}),
+         lse = torch::stable::new_empty(la, {rows, heads});
   if (type == ScalarType::Float)
     merge_rows<float>(oa, la, ob, lb, out, lse);
   else

@@ -5,9 +5,9 @@
 // The sweep cuts the rows wherever two interval ends meet, so that within a segment their order is constant
 // and a set operation is one pass over the sorted ends. Runs and Chains then depend on the set alone: they
 // extend runs and bands row by row from the top as far as the rows allow.
-#include "planner.h"
-
 #include <algorithm>
+
+#include "planner.h"
 
 namespace magi {
 namespace {
@@ -62,8 +62,8 @@ class Chains {
         next.push_back(open_[j++]);
       } else {
         const int64_t n = s.b - s.a - 1;
-        next.push_back({s.a, s.b, iv.lo, iv.hi, iv.lo + iv.slo * n, iv.hi + iv.shi * n,
-                        n > 0 && iv.slo == 1, n > 0 && iv.shi == 1, n > 0 && iv.shi == 0});
+        next.push_back({s.a, s.b, iv.lo, iv.hi, iv.lo + iv.slo * n, iv.hi + iv.shi * n, n > 0 && iv.slo == 1,
+                        n > 0 && iv.shi == 1, n > 0 && iv.shi == 0});
       }
     }
     while (j < open_.size()) close(open_[j++]);
@@ -72,9 +72,8 @@ class Chains {
 
   Bands finish() {
     flush();
-    std::sort(out_.begin(), out_.end(), [](const Band& x, const Band& y) {
-      return std::make_pair(x.q0, x.k0) < std::make_pair(y.q0, y.k0);
-    });
+    std::sort(out_.begin(), out_.end(),
+              [](const Band& x, const Band& y) { return std::make_pair(x.q0, x.k0) < std::make_pair(y.q0, y.k0); });
     return std::move(out_);
   }
 
@@ -100,8 +99,8 @@ class Chains {
   }
 
   void close(const Open& o) {
-    out_.push_back({o.a, o.b, o.lo_first, o.hi, o.lo_moves ? o.lo - (o.b - 1) : -kInf,
-                    o.hi_moved ? o.hi_first - o.a : kInf, 1});
+    out_.push_back(
+        {o.a, o.b, o.lo_first, o.hi, o.lo_moves ? o.lo - (o.b - 1) : -kInf, o.hi_moved ? o.hi_first - o.a : kInf, 1});
   }
 
   void flush() {
@@ -225,9 +224,8 @@ Bands join_stairs(const Bands& bands) {
   if (out.empty()) return bands;
   for (size_t i = 0; i < bands.size(); ++i)
     if (!joined[i]) out.push_back(bands[i]);
-  std::sort(out.begin(), out.end(), [](const Band& x, const Band& y) {
-    return std::make_pair(x.q0, x.k0) < std::make_pair(y.q0, y.k0);
-  });
+  std::sort(out.begin(), out.end(),
+            [](const Band& x, const Band& y) { return std::make_pair(x.q0, x.k0) < std::make_pair(y.q0, y.k0); });
   return out;
 }
 
@@ -246,9 +244,8 @@ bool holds(SetOp op, int a, int b) {
 // Applies `op` to the rows [row, end) in which exactly the intervals of `ends` live.
 void sweep_rows(std::vector<End>& ends, int64_t row, int64_t end, SetOp op, Runs& out) {
   while (row < end) {
-    std::sort(ends.begin(), ends.end(), [](const End& x, const End& y) {
-      return x.at != y.at ? x.at < y.at : x.slope < y.slope;
-    });
+    std::sort(ends.begin(), ends.end(),
+              [](const End& x, const End& y) { return x.at != y.at ? x.at < y.at : x.slope < y.slope; });
     int64_t stop = end;  // the order of the ends is constant in [row, stop)
     for (size_t i = 0; i + 1 < ends.size(); ++i) {
       const int64_t gap = ends[i + 1].at - ends[i].at;
@@ -374,9 +371,9 @@ Bands remap(const Bands& a, const Ranges& q, const Ranges& k, const std::vector<
   std::vector<int64_t> q_at{0};
   for (const Range& r : q) q_at.push_back(q_at.back() + r.second - r.first);
   auto first_behind = [](const Ranges& ranges, int64_t x) {  // the first range that ends behind x
-    return size_t(std::upper_bound(ranges.begin(), ranges.end(), x,
-                                   [](int64_t v, const Range& r) { return v < r.second; }) -
-                  ranges.begin());
+    return size_t(
+        std::upper_bound(ranges.begin(), ranges.end(), x, [](int64_t v, const Range& r) { return v < r.second; }) -
+        ranges.begin());
   };
   Bands out;
   auto cut = [&](const Band& b) {
@@ -432,8 +429,8 @@ std::vector<int64_t> row_areas(const Bands& a, const std::vector<int64_t>& edges
 Ranges key_ranges(const Bands& a, const Ranges& q) {
   Ranges seen;
   for (const Piece& p : pieces(a)) {
-    size_t i = std::upper_bound(q.begin(), q.end(), p.a, [](int64_t v, const Range& r) { return v < r.second; }) -
-               q.begin();
+    size_t i =
+        std::upper_bound(q.begin(), q.end(), p.a, [](int64_t v, const Range& r) { return v < r.second; }) - q.begin();
     for (; i < q.size() && q[i].first < p.b; ++i) {
       const int64_t first = std::max(p.a, q[i].first), last = std::min(p.b, q[i].second) - 1;
       if (first <= last) seen.push_back({p.lo + p.slo * (first - p.a), p.hi + p.shi * (last - p.a)});

@@ -1,7 +1,6 @@
-// Chunks to ranks. Every function returns the rank of each chunk, and gives each rank n_chunks / n_ranks
-// chunks, rounded down or up, unless `uneven` asks otherwise.
+// Chunks to ranks. Every function returns the rank of each chunk, and gives each rank as many chunks, give or
+// take one, unless `uneven` asks otherwise.
 #include <numeric>
-#include <queue>
 
 #include "planner.h"
 
@@ -34,28 +33,37 @@ std::vector<int32_t> dispatch_head_tail(int64_t n_chunks, int64_t n_ranks) {
 }
 
 // The largest chunk first, each to the rank with the least area that still takes a chunk; ties go to the
-// lower rank, and among equal chunks the earlier one comes first.
-std::vector<int32_t> dispatch_min_heap(const std::vector<int64_t>& areas, int64_t n_ranks, bool uneven) {
+// lower rank, and among equal chunks the earlier one comes first. Unless `uneven`, whole chunks are shared out
+// evenly, and a last chunk that is `short` goes to a rank without one whole chunk more than the others, so that
+// the ranks' rows differ by one chunk at most.
+std::vector<int32_t> dispatch_min_heap(const std::vector<int64_t>& areas, int64_t n_ranks, bool uneven,
+                                       bool last_is_short) {
   const int64_t n = int64_t(areas.size());
   std::vector<int64_t> order(n);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return areas[a] > areas[b]; });
-  using Load = std::pair<int64_t, int64_t>;  // area, rank
-  std::priority_queue<Load, std::vector<Load>, std::greater<Load>> loads;
-  for (int64_t r = 0; r < n_ranks; ++r) loads.push({0, r});
-  int64_t larger = n % n_ranks;  // how many ranks may still take one chunk more than the others
-  std::vector<int64_t> count(n_ranks, 0);
+
+  const int64_t whole = n - last_is_short, share = whole / n_ranks;
+  int64_t larger = whole % n_ranks;  // how many ranks may still take one whole chunk more than `share`
+  std::vector<int64_t> load(n_ranks, 0), count(n_ranks, 0);  // area, whole chunks
+  int64_t short_rank = -1;
   std::vector<int32_t> rank(n);
   for (int64_t c : order) {
-    Load least = loads.top();
-    while (!uneven && count[least.second] == n / n_ranks && larger == 0) {
-      loads.pop();
-      least = loads.top();
+    const bool is_short = last_is_short && c == n - 1;
+    auto takes = [&](int64_t r) {
+      if (uneven || count[r] < share) return true;
+      return count[r] == share && (is_short || (larger > 0 && r != short_rank));
+    };
+    int64_t least = -1;
+    for (int64_t r = 0; r < n_ranks; ++r)
+      if (takes(r) && (least < 0 || load[r] < load[least])) least = r;
+    rank[c] = int32_t(least);
+    load[least] += areas[c];
+    if (is_short) {
+      short_rank = least;
+    } else {
+      larger -= count[least]++ == share;
     }
-    loads.pop();
-    if (!uneven && count[least.second] == n / n_ranks) --larger;
-    rank[c] = int32_t(least.second);
-    if (++count[least.second] <= n / n_ranks || uneven) loads.push({least.first + areas[c], least.second});
   }
   return rank;
 }

@@ -100,11 +100,12 @@ py::tuple tile_plan_arrays(const Int64Array& bands, int64_t n_rows, int64_t tile
   return py::make_tuple(rows<int32_t>(p.items), rows<int32_t>(p.runs), rows<int32_t>(p.bands));
 }
 
-py::array_t<int32_t> dispatch(const std::string& kind, const Int64Array& areas, int64_t n_ranks, bool uneven) {
+py::array_t<int32_t> dispatch(const std::string& kind, const Int64Array& areas, int64_t n_ranks, bool uneven,
+                              bool last_is_short) {
   if (n_ranks < 1) throw std::invalid_argument("n_ranks must be positive, got " + std::to_string(n_ranks));
   if (kind == "sequential") return flat(dispatch_sequential(areas.size(), n_ranks));
   if (kind == "head_tail") return flat(dispatch_head_tail(areas.size(), n_ranks));
-  if (kind == "min_heap") return flat(dispatch_min_heap(ints_of(areas), n_ranks, uneven));
+  if (kind == "min_heap") return flat(dispatch_min_heap(ints_of(areas), n_ranks, uneven, last_is_short));
   throw std::invalid_argument("dispatcher must be 'sequential', 'head_tail' or 'min_heap', got '" + kind + "'");
 }
 
@@ -130,7 +131,8 @@ PYBIND11_MODULE(_planner, m) {
   m.def("shift", &shift, py::arg("bands"), py::arg("dq"), py::arg("dk"));
   m.def("area", [](const Int64Array& a) { return area(bands_of(a)); }, py::arg("bands"));
   m.def(
-      "row_areas", [](const Int64Array& a, const Int64Array& edges) { return flat(row_areas(bands_of(a), ints_of(edges))); },
+      "row_areas",
+      [](const Int64Array& a, const Int64Array& edges) { return flat(row_areas(bands_of(a), ints_of(edges))); },
       py::arg("bands"), py::arg("edges"));
   m.def("row_intervals", &row_intervals, py::arg("bands"), py::arg("q0"), py::arg("q1"));
   m.def("from_dense", &from_dense_array, py::arg("mask"));
@@ -145,6 +147,8 @@ PYBIND11_MODULE(_planner, m) {
         return rows<int64_t>(remap(bands_of(a), ranges_of(q), ranges_of(k), ints_of(k_at)));
       },
       py::arg("bands"), py::arg("q_ranges"), py::arg("k_ranges"), py::arg("k_offsets"));
-  m.def("tile_plan", &tile_plan_arrays, py::arg("bands"), py::arg("n_rows"), py::arg("tile_rows"), py::arg("tile_cols"));
-  m.def("dispatch", &dispatch, py::arg("kind"), py::arg("areas"), py::arg("n_ranks"), py::arg("uneven") = false);
+  m.def("tile_plan", &tile_plan_arrays, py::arg("bands"), py::arg("n_rows"), py::arg("tile_rows"),
+        py::arg("tile_cols"));
+  m.def("dispatch", &dispatch, py::arg("kind"), py::arg("areas"), py::arg("n_ranks"), py::arg("uneven") = false,
+        py::arg("last_is_short") = false);
 }

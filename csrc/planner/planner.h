@@ -46,8 +46,8 @@ Bands from_dense(const uint8_t* mask, int64_t sq, int64_t sk);
 // the keys of range k[j] begin at k_at[j].
 Bands remap(const Bands& a, const Ranges& q, const Ranges& k, const std::vector<int64_t>& k_at);
 
-std::vector<Piece> pieces(const Bands& a);                                       // sorted by first row
-int64_t area(const Bands& a);                                                    // of disjoint bands
+std::vector<Piece> pieces(const Bands& a);                                          // sorted by first row
+int64_t area(const Bands& a);                                                       // of disjoint bands
 std::vector<int64_t> row_areas(const Bands& a, const std::vector<int64_t>& edges);  // per [edge, next edge)
 Ranges key_ranges(const Bands& a, const Ranges& q);  // keys seen by rows of `q` (sorted, disjoint)
 
@@ -62,6 +62,7 @@ TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_
 // --- dispatch.cpp: chunks to ranks ------------------------------------------------------------------------
 std::vector<int32_t> dispatch_sequential(int64_t n_chunks, int64_t n_ranks);
 std::vector<int32_t> dispatch_head_tail(int64_t n_chunks, int64_t n_ranks);
-std::vector<int32_t> dispatch_min_heap(const std::vector<int64_t>& areas, int64_t n_ranks, bool uneven);
+std::vector<int32_t> dispatch_min_heap(const std::vector<int64_t>& areas, int64_t n_ranks, bool uneven,
+                                       bool last_is_short);
 
 }  // namespace magi

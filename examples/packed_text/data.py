@@ -43,10 +43,15 @@ class Batch:
         return len(self.tokens) - (len(self.cu_seqlens) - 1)
 
 
-def read_corpus(folder: Path, max_bytes: int) -> list[np.ndarray]:
+def read_corpus(folder: Path, max_bytes: int, without: tuple[Path, ...] = ()) -> list[np.ndarray]:
     """Return the text files below a folder as arrays of bytes, in the order of their paths.
 
     Skipped: hidden files and folders, installed packages, files over 1 MiB, and whatever is not UTF-8 text.
+
+    Args:
+        folder: where to look.
+        max_bytes: stop when there is so much text.
+        without: folders to leave out, such as the one that the results are written to.
 
     Raises:
         SystemExit: if the folder does not exist or holds no text.
@@ -54,7 +59,7 @@ def read_corpus(folder: Path, max_bytes: int) -> list[np.ndarray]:
     if not folder.is_dir():
         raise SystemExit(f"--data must be a folder of text files, got {folder}")
     files, total = [], 0
-    for path in _paths(folder):
+    for path in _paths(folder, {path.resolve() for path in without}):
         try:
             if path.stat().st_size > LARGEST_FILE:
                 continue
@@ -73,18 +78,21 @@ def read_corpus(folder: Path, max_bytes: int) -> list[np.ndarray]:
     return files
 
 
-def _paths(folder: Path) -> list[Path]:
+def _paths(folder: Path, without: set[Path]) -> list[Path]:
     found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(".")]
+    for parent, folders, names in os.walk(folder.resolve()):
+        folders[:] = [
+            f for f in folders
+            if f not in SKIPPED_FOLDERS and not f.startswith(".") and Path(parent, f) not in without
+        ]  # fmt: skip
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(found)
 
 
 def make_batch(corpus: list[np.ndarray], length: int, seed: int, step: int) -> Batch:
-    """Pack random pieces of random files, 16 to length / 2 bytes each, into one sequence."""
+    """Pack random pieces of random files, 16 to length / 4 bytes each, into one sequence."""
     rng = np.random.default_rng((seed, step))
-    longest = max(length // 2, SHORTEST_DOCUMENT)
+    longest = max(length // 4, SHORTEST_DOCUMENT)
     parts: list[np.ndarray] = []
     ends = [0]
     while ends[-1] < length:

@@ -151,7 +151,9 @@ def test_c22_staircase() -> None:
 
 
 def test_c23_no_mask_function() -> None:
-    check(AttnMask.from_slices([[0, 128], [128, 256]], [[128, 256], [0, 128]], ["full", "full"], 256, 256), torch.float32)
+    check(
+        AttnMask.from_slices([[0, 128], [128, 256]], [[128, 256], [0, 128]], ["full", "full"], 256, 256), torch.float32
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -236,36 +238,62 @@ def test_gradcheck() -> None:
 
 Q = torch.zeros(8, 2, 16)
 MASK = masks.causal(8)
-REFUSALS: list[tuple[str, type[Exception], str, Any]] = [
-    ("shape", ValueError, r"query must have shape \[rows, heads, head_dim\]", lambda: magi.flex_flash_attn(Q[0], Q, Q, MASK)),
-    ("dtype", TypeError, "must have one dtype", lambda: magi.flex_flash_attn(Q, Q.double(), Q, MASK)),
-    ("integers", TypeError, "dtype must be one of", lambda: magi.flex_flash_attn(Q.int(), Q.int(), Q.int(), MASK)),
-    ("heads", ValueError, "num_heads_q must be a multiple", lambda: magi.flex_flash_attn(Q, Q[:, :1].expand(8, 3, 16), Q[:, :1].expand(8, 3, 16), MASK)),
-    ("kv heads", ValueError, "key and value must have as many heads", lambda: magi.flex_flash_attn(Q, Q, Q[:, :1], MASK)),
-    ("head_dim", ValueError, "one head_dim", lambda: magi.flex_flash_attn(Q, Q[..., :8], Q, MASK)),
-    ("batch", ValueError, "batch size 2", lambda: magi.flex_flash_attn(Q.expand(2, 8, 2, 16), Q.expand(3, 8, 2, 16), Q.expand(2, 8, 2, 16), MASK)),
-    ("not a mask", TypeError, "mask_or_plan must be an AttnMask or an AttnPlan, got NoneType", lambda: magi.flex_flash_attn(Q, Q, Q, None)),
-    ("scale", ValueError, "scale must be a finite number", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, scale=math.nan)),
-    ("softcap", ValueError, "softcap must be 0", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, softcap=-1.0)),
-    ("sink dtype", TypeError, "sink must be torch.float32", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, sink=torch.zeros(1, 2).double())),
-    ("sink shape", ValueError, r"sink must have shape \[num_sink, 2\]", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, sink=torch.zeros(1, 3))),
-    ("aux", TypeError, "return_aux must be", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, return_aux=True)),
-    ("option", TypeError, r"kernel_options must have keys among \['backend', 'sm_margin'\], got 'tile'", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, kernel_options={"tile": 1})),
-    ("backend", ValueError, "backend.* must be one of", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, kernel_options={"backend": "gpu"})),
-    ("sm_margin", ValueError, "sm_margin.* must be 0 or more", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, kernel_options={"sm_margin": -1})),
-    ("keyword", TypeError, "unexpected keyword argument 'softmax_scale'", lambda: magi.flex_flash_attn(Q, Q, Q, MASK, softmax_scale=1.0)),
-    ("plan dtype", TypeError, "query must be torch.bfloat16 as the plan says", lambda: magi.flex_flash_attn(Q, Q, Q, magi.make_attn_plan(MASK, 2, 2, 16))),
-    ("plan heads", ValueError, r"query must have shape \[8, 4, 16\]", lambda: magi.flex_flash_attn(Q, Q, Q, magi.make_attn_plan(MASK, 4, 2, 16, dtype=torch.float32))),
-    ("plan of ranks", ValueError, "call context_parallel_attn", lambda: magi.flex_flash_attn(Q, Q, Q, magi.make_attn_plan(MASK, 2, 2, 16, cp_size=2))),
-    ("vmap", NotImplementedError, "cannot be vmapped", lambda: torch.vmap(lambda q: magi.flex_flash_attn(q, Q, Q, MASK))(Q[None])),
-    ("jvp", NotImplementedError, "no forward-mode", lambda: torch.func.jvp(lambda q: magi.flex_flash_attn(q, Q, Q, MASK), (Q,), (Q,))),
-]  # fmt: skip
+QKV = ("query", "key", "value")
+REFUSALS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
+    ("shape", ValueError, r"query must have shape \[rows, heads, head_dim\]", {"query": Q[0]}),
+    ("dtype", TypeError, "must have one dtype", {"key": Q.double()}),
+    ("integers", TypeError, "dtype must be one of", dict.fromkeys(QKV, Q.int())),
+    ("heads", ValueError, "num_heads_q must be a multiple", dict.fromkeys(("key", "value"), torch.zeros(8, 3, 16))),
+    ("kv heads", ValueError, "key and value must have as many heads", {"value": Q[:, :1]}),
+    ("head_dim", ValueError, "one head_dim", {"key": Q[..., :8]}),
+    ("batch", ValueError, "batch size 2", dict.fromkeys(QKV, Q.expand(2, 8, 2, 16)) | {"key": Q.expand(3, 8, 2, 16)}),
+    ("not a mask", TypeError, "mask_or_plan must be an AttnMask or an AttnPlan, got NoneType", {"mask_or_plan": None}),
+    ("scale", ValueError, "scale must be a finite number", {"scale": math.nan}),
+    ("softcap", ValueError, "softcap must be 0", {"softcap": -1.0}),
+    ("sink dtype", TypeError, "sink must be torch.float32", {"sink": torch.zeros(1, 2).double()}),
+    ("sink shape", ValueError, r"sink must have shape \[num_sink, 2\]", {"sink": torch.zeros(1, 3)}),
+    ("aux", TypeError, "return_aux must be", {"return_aux": True}),
+    (
+        "option",
+        TypeError,
+        r"kernel_options must have keys among \['backend', 'sm_margin'\], got 'tile'",
+        {"kernel_options": {"tile": 1}},
+    ),
+    ("backend", ValueError, "backend.* must be one of", {"kernel_options": {"backend": "gpu"}}),
+    ("sm_margin", ValueError, "sm_margin.* must be 0 or more", {"kernel_options": {"sm_margin": -1}}),
+    ("keyword", TypeError, "unexpected keyword argument 'softmax_scale'", {"softmax_scale": 1.0}),
+    (
+        "plan dtype",
+        TypeError,
+        "query must be torch.bfloat16 as the plan says",
+        {"mask_or_plan": magi.make_attn_plan(MASK, 2, 2, 16)},
+    ),
+    (
+        "plan heads",
+        ValueError,
+        r"query must have shape \[8, 4, 16\]",
+        {"mask_or_plan": magi.make_attn_plan(MASK, 4, 2, 16, dtype=torch.float32)},
+    ),
+    (
+        "plan of ranks",
+        ValueError,
+        "call context_parallel_attn",
+        {"mask_or_plan": magi.make_attn_plan(MASK, 2, 2, 16, cp_size=2)},
+    ),
+]
 
 
-@pytest.mark.parametrize(("error", "text", "call"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
-def test_refusals(error: type[Exception], text: str, call: Any) -> None:
+@pytest.mark.parametrize(("error", "text", "change"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
+def test_refusals(error: type[Exception], text: str, change: dict[str, Any]) -> None:
     with pytest.raises(error, match=text):
-        call()
+        magi.flex_flash_attn(**(dict.fromkeys(QKV, Q) | {"mask_or_plan": MASK} | change))
+
+
+def test_transforms_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="cannot be vmapped"):
+        torch.vmap(lambda q: magi.flex_flash_attn(q, Q, Q, MASK))(Q[None])
+    with pytest.raises(NotImplementedError, match="no forward-mode"):
+        torch.func.jvp(lambda q: magi.flex_flash_attn(q, Q, Q, MASK), (Q,), (Q,))
 
 
 def test_double_backward_is_refused() -> None:

@@ -41,7 +41,12 @@ def _unpack(kv: Tensor, like_k: Tensor, like_v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _start_all(
-    k: Tensor, v: Tensor, plan: AttnPlan, first: int, received: Sequence[int], group_name: str,
+    k: Tensor,
+    v: Tensor,
+    plan: AttnPlan,
+    first: int,
+    received: Sequence[int],
+    group_name: str,
     after: Tensor | None = None,
 ) -> list[Tensor]:
     """Start the exchanges of the stages from `first` on, which bring `received` rows each."""
@@ -52,10 +57,22 @@ def _start_all(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, num_stages: int, received: Sequence[int],
-    sent: Sequence[int], group_name: str, scale: float, softcap: float, return_max_logits: bool, deterministic: bool, backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttnPlan,
+    sink: Tensor | None,
+    num_stages: int,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group_name: str,
+    scale: float,
+    softcap: float,
+    return_max_logits: bool,
+    deterministic: bool,
+    backend: str,
     sm_margin: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     first = num_stages - len(received)
     arriving = _start_all(k, v, plan, first, received, group_name)
     partial: tuple[Tensor, Tensor, Tensor] | None = None
@@ -64,10 +81,20 @@ def _forward(
         if stage >= first:
             k_stage, v_stage = _unpack(wait(arriving[stage - first]), k, v)
         out, lse, max_logits = flex_attn_fwd(
-            q, k_stage, v_stage, plan, stage, sink=sink if stage == 0 else None, scale=scale, softcap=softcap,
-            out_float32=num_stages > 1, return_max_logits=return_max_logits, deterministic=deterministic,
-            backend=backend, sm_margin=sm_margin,
-        )  # fmt: skip
+            q,
+            k_stage,
+            v_stage,
+            plan,
+            stage,
+            sink=sink if stage == 0 else None,
+            scale=scale,
+            softcap=softcap,
+            out_float32=num_stages > 1,
+            return_max_logits=return_max_logits,
+            deterministic=deterministic,
+            backend=backend,
+            sm_margin=sm_margin,
+        )
         if partial is not None:
             out, lse = merge_state(partial[0], partial[1], out, lse)
             max_logits = torch.maximum(partial[2], max_logits)
@@ -81,9 +108,22 @@ def _forward(
 
 class _ContextParallelAttn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, num_stages: int,
-                received: Sequence[int], sent: Sequence[int], group_name: str, scale: float, softcap: float,
-                return_max_logits: bool, *options: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttnPlan,
+        sink: Tensor | None,
+        num_stages: int,
+        received: Sequence[int],
+        sent: Sequence[int],
+        group_name: str,
+        scale: float,
+        softcap: float,
+        return_max_logits: bool,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, max_logits = _forward(
             q, k, v, plan, sink, num_stages, received, sent, group_name, scale, softcap, return_max_logits, *options
         )
@@ -113,9 +153,21 @@ class _ContextParallelAttn(torch.autograd.Function):
             # dq goes through the stages one after the other, which also keeps a compiler from moving the local
             # stage behind the exchanges that it is to hide.
             dq, dk_stage, dv_stage, dsink_stage = torch.ops.torch_magi.flex_attn_bwd(
-                dout, dlse, q, k_stage, v_stage, out, lse, dq, plan, stage, sink if stage == 0 else None,
-                *ctx.numbers, True, *ctx.options,
-            )  # fmt: skip
+                dout,
+                dlse,
+                q,
+                k_stage,
+                v_stage,
+                out,
+                lse,
+                dq,
+                plan,
+                stage,
+                sink if stage == 0 else None,
+                *ctx.numbers,
+                True,
+                *ctx.options,
+            )
             packed = _pack(dk_stage, dv_stage)
             if stage == 0 and sink is not None:
                 dsink = dsink_stage
@@ -196,6 +248,20 @@ def context_parallel_attn(
     received = [plan_size(call.q, plan, Size.RECEIVED, stage) for stage in exchanges]
     sent = [plan_size(call.q, plan, Size.SENT, stage) for stage in exchanges]
     out, lse, max_logits = torch.ops.torch_magi.context_parallel_attn(
-        call.q, call.k, call.v, plan, call.sink, plan.num_stages, received, sent, group_name, call.scale, call.softcap, call.aux.max_logits, call.deterministic, call.backend, call.sm_margin,
-    )  # fmt: skip
+        call.q,
+        call.k,
+        call.v,
+        plan,
+        call.sink,
+        plan.num_stages,
+        received,
+        sent,
+        group_name,
+        call.scale,
+        call.softcap,
+        call.aux.max_logits,
+        call.deterministic,
+        call.backend,
+        call.sm_margin,
+    )
     return finish(call, return_aux, out, lse, max_logits)

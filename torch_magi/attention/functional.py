@@ -79,9 +79,7 @@ def _plan_of(mask_or_plan: AttnMask | AttnPlan, call: Call, query: Tensor) -> At
     if not isinstance(mask_or_plan, AttnMask):
         raise TypeError(f"mask_or_plan must be an AttnMask or an AttnPlan, got {type(mask_or_plan).__name__}")
     if torch.compiler.is_compiling():
-        raise TypeError(
-            "a mask cannot be planned inside torch.compile; call make_attn_plan outside and pass the plan"
-        )
+        raise TypeError("a mask cannot be planned inside torch.compile; call make_attn_plan outside and pass the plan")
     batch = call.batch
     if batch is not None and mask_or_plan.shape == (call.q.shape[0], call.k.shape[0]):
         batch = None

@@ -86,7 +86,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{list(x.shape)} beside a query of shape {list(query.shape)}"
             )
         if x.dtype != query.dtype:
-            raise TypeError(f"query, key and value must have one dtype, got {', '.join(str(y.dtype) for _, y in named)}")
+            raise TypeError(
+                f"query, key and value must have one dtype, got {', '.join(str(y.dtype) for _, y in named)}"
+            )
         if x.device != query.device:
             raise ValueError(
                 f"query, key and value must be on one device, got {', '.join(str(y.device) for _, y in named)}"

@@ -186,7 +186,6 @@ def undispatch(
     return moved
 
 
-
 def _check_plan(plan: AttnPlan) -> None:
     if not isinstance(plan, AttnPlan):
         raise TypeError(f"plan must be an AttnPlan, got {type(plan).__name__}; make one with make_attn_plan")

@@ -25,16 +25,12 @@ wait = torch.ops._c10d_functional.wait_tensor.default
 
 def _all_to_all(send: Tensor, received: int, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> Tensor:
     out = send.new_empty((received, *send.shape[1:]))
-    work = dist.all_to_all_single(
-        out, send, list(receives), list(sends), group=resolve_group(name), async_op=True
-    )
+    work = dist.all_to_all_single(out, send, list(receives), list(sends), group=resolve_group(name), async_op=True)
     torch._C._distributed_c10d._register_work(out, work)  # `wait` finds the work by the tensor's storage
     return out
 
 
-def _start_cast(
-    x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_received: int, group_name: str
-) -> Tensor:
+def _start_cast(x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_received: int, group_name: str) -> Tensor:
     comm = comm_plan_of(plan, stage)
     if x.shape[0] != comm.num_rows:
         raise ValueError(f"x must have {comm.num_rows} rows as the plan says, got {x.shape[0]}")
@@ -82,7 +78,12 @@ for _suffix, _type in (("", ATTN_PLAN), ("_rows", COMM_PLAN)):
 
 _ops = torch.ops.torch_magi
 lowerings.START_OPS.extend(
-    [_ops.group_cast_all_to_all, _ops.group_reduce_all_to_all, _ops.group_cast_all_to_all_rows, _ops.group_reduce_all_to_all_rows]
+    [
+        _ops.group_cast_all_to_all,
+        _ops.group_reduce_all_to_all,
+        _ops.group_cast_all_to_all_rows,
+        _ops.group_reduce_all_to_all_rows,
+    ]
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,4 +48,6 @@ def group_name_of(group: Group | None, cp_size: int) -> str:
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group called `name`."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    group: dist.ProcessGroup = resolve(name)
+    return group

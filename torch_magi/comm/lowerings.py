@@ -18,14 +18,15 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from torch._inductor import ir, scheduler
+    from torch._inductor import comm_analysis, ir, scheduler
     from torch._inductor.lowering import fallbacks, register_lowering
 
     def lower(packet: Any) -> None:
         def lowering(x: Any, after: Any, plan: Any, stage: int, rows: Any, group_name: str) -> Any:
             # Until the wait, Inductor keeps only the first input's memory; `after` is not read.
             x = ir.ExternKernel.require_contiguous(x)
-            kernel = ir._CollectiveKernel.create_out_of_place(packet.default, x, after, plan, stage, rows, group_name)
+            arguments = (x, after, plan, stage, rows, group_name)
+            kernel: Any = ir._CollectiveKernel.create_out_of_place(packet.default, *arguments)
             return ir.TensorBox.create(kernel)
 
         register_lowering(packet)(lowering)
@@ -36,10 +37,10 @@ def register() -> None:
 
     # The cost model reads the layout of every input, which an opaque plan has not. The answer must not
     # depend on the rank: ranks that decide differently issue their collectives in different orders.
-    estimate = scheduler.estimate_nccl_collective_runtime
+    estimate: Any = comm_analysis.estimate_nccl_collective_runtime
     ours = {packet.default for packet in START_OPS}
 
     def estimate_with_plans(node: Any) -> Any:
         return 1.0 if getattr(node, "op_overload", None) in ours else estimate(node)
 
-    scheduler.estimate_nccl_collective_runtime = estimate_with_plans  # type: ignore[assignment]
+    vars(scheduler)["estimate_nccl_collective_runtime"] = estimate_with_plans

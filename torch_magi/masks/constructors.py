@@ -43,9 +43,7 @@ def _window_bounds(window_size: Window, causal: bool) -> tuple[int | None, int |
     return left, right
 
 
-def _documents(
-    q: np.ndarray, k: np.ndarray, total_q: int, total_k: int, causal: bool, window_size: Window
-) -> AttnMask:
+def _documents(q: np.ndarray, k: np.ndarray, total_q: int, total_k: int, causal: bool, window_size: Window) -> AttnMask:
     """Return documents whose queries are [q[i], q[i + 1]) and keys [k[i], k[i + 1]), aligned at the bottom right."""
     left, right = _window_bounds(window_size, causal)
     last = k[1:] - q[1:]  # k - q on the diagonal that ends at the bottom right
@@ -259,9 +257,7 @@ def prefix_lm(sq: int, sk: int, prefix: int) -> AttnMask:
     return mask | AttnMask.from_bands(_bands(0, mask.shape[0], 0, prefix), *mask.shape)
 
 
-def shared_prefix(
-    prefix: int, cu_seqlens: Integers, prefix_causal: bool = True, total: int | None = None
-) -> AttnMask:
+def shared_prefix(prefix: int, cu_seqlens: Integers, prefix_causal: bool = True, total: int | None = None) -> AttnMask:
     """A prefix of `prefix` tokens, then causal documents that all see it: many answers to one prompt.
 
     Args:

@@ -7,6 +7,7 @@ two masks that show the same pairs are equal, hash alike and pickle alike, howev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ class AttnMask:
 
     def _combine(self, other: object, op: str) -> AttnMask:
         if not isinstance(other, AttnMask):
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         if self._shape != other._shape:
             raise ValueError(f"masks must have the same shape to combine, got {self._shape} and {other._shape}")
         bands = _planner.combine(self._bands, other._bands, op)
@@ -305,7 +306,7 @@ def _slices(bands: Bands) -> list[tuple[int, int, int, int, MaskType]]:
         moves = min(max(k0 - dlo, q0), q1)
         rests = min(max(k1 - dhi + 1, q0), q1)
         edges = sorted({q0, moves, rests, q1})
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
+        for a, b in pairwise(edges):
             lo_moves, hi_moves = a >= moves, b <= rests and dhi < INF
             lo = max(k0, a + dlo) if lo_moves else k0
             hi = min(k1, b - 1 + dhi)

@@ -39,15 +39,44 @@ def fake_backward(
     return dq, dk, dv, q.new_empty((0,), dtype=torch.float32) if sink is None else sink.new_empty(sink.shape)
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, items: Tensor, runs: Tensor, bands: Tensor, sink: Tensor | None,
-                  tile_rows: int, tile_cols: int, scale: float, softcap: float, out_float32: bool,
-                  return_max_logits: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _fake_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    runs: Tensor,
+    bands: Tensor,
+    sink: Tensor | None,
+    tile_rows: int,
+    tile_cols: int,
+    scale: float,
+    softcap: float,
+    out_float32: bool,
+    return_max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     return fake_forward(q, v, out_float32, return_max_logits)
 
 
-def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                   q_items: Tensor, q_runs: Tensor, q_bands: Tensor, k_items: Tensor, k_runs: Tensor, k_bands: Tensor,
-                   sink: Tensor | None, tile_shape: list[int], scale: float, softcap: float, grad_float32: bool) -> Any:  # fmt: skip
+def _fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_items: Tensor,
+    q_runs: Tensor,
+    q_bands: Tensor,
+    k_items: Tensor,
+    k_runs: Tensor,
+    k_bands: Tensor,
+    sink: Tensor | None,
+    tile_shape: list[int],
+    scale: float,
+    softcap: float,
+    grad_float32: bool,
+) -> Any:
     return fake_backward(q, k, v, sink, grad_float32)
 
 

@@ -74,9 +74,12 @@ def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: i
             raise ValueError(
                 f"{name} must have shape {[n, heads, dim]} (rows, heads, head_dim) for this plan, got "
                 f"{list(x.shape)}; make a plan for these tensors"
-                + (f" (rank {plan.cp_rank} of {plan.cp_size} holds {plan.num_tokens_local} rows)"
-                   if plan.cp_size > 1 else "")
-            )  # fmt: skip
+                + (
+                    f" (rank {plan.cp_rank} of {plan.cp_size} holds {plan.num_tokens_local} rows)"
+                    if plan.cp_size > 1
+                    else ""
+                )
+            )
         if x.dtype != plan.dtype:
             raise TypeError(
                 f"{name} must be {plan.dtype} as the plan says, got {x.dtype}; pass dtype={x.dtype} to make_attn_plan"
@@ -84,9 +87,20 @@ def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: i
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None, scale: float, softcap: float,
-    out_float32: bool, return_max_logits: bool, deterministic: bool, backend: str, sm_margin: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttnPlan,
+    stage: int,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float,
+    out_float32: bool,
+    return_max_logits: bool,
+    deterministic: bool,
+    backend: str,
+    sm_margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     check_against_plan(q, k, v, plan, stage)
     shapes = tile_shapes(q.device, backend)
     tiles = plan.stages[stage].tiles("q", shapes.q_rows, shapes.q_cols, q.device)
@@ -97,10 +111,24 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dq_before: Tensor | None, plan: AttnPlan, stage: int, sink: Tensor | None, scale: float, softcap: float, grad_float32: bool, deterministic: bool,
-    backend: str, sm_margin: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq_before: Tensor | None,
+    plan: AttnPlan,
+    stage: int,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float,
+    grad_float32: bool,
+    deterministic: bool,
+    backend: str,
+    sm_margin: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_against_plan(q, k, v, plan, stage)
     shapes = tile_shapes(q.device, backend)
     part = plan.stages[stage]
@@ -112,14 +140,39 @@ def _backward(
     return dq if dq_before is None else dq.add_(dq_before), dk, dv, dsink
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, plan: object, stage: int, sink: Tensor | None, scale: float,
-                  softcap: float, out_float32: bool, return_max_logits: bool, *rest: Any) -> Any:  # fmt: skip
+def _fake_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: object,
+    stage: int,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float,
+    out_float32: bool,
+    return_max_logits: bool,
+    *rest: Any,
+) -> Any:
     return fake_forward(q, v, out_float32, return_max_logits)
 
 
-def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                   dq_before: Tensor | None, plan: object, stage: int, sink: Tensor | None, scale: float,
-                   softcap: float, grad_float32: bool, *rest: Any) -> Any:  # fmt: skip
+def _fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq_before: Tensor | None,
+    plan: object,
+    stage: int,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float,
+    grad_float32: bool,
+    *rest: Any,
+) -> Any:
     return fake_backward(q, k, v, sink, grad_float32)
 
 
@@ -134,12 +187,38 @@ _bwd = torch.ops.torch_magi.flex_attn_bwd.default
 
 class _FlexAttn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None,
-                scale: float, softcap: float, out_float32: bool, return_max_logits: bool, deterministic: bool,
-                backend: str, sm_margin: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttnPlan,
+        stage: int,
+        sink: Tensor | None,
+        scale: float,
+        softcap: float,
+        out_float32: bool,
+        return_max_logits: bool,
+        deterministic: bool,
+        backend: str,
+        sm_margin: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, max_logits = _fwd(q, k, v, plan, stage, sink, scale, softcap, out_float32, return_max_logits,
-                                        deterministic, backend, sm_margin)  # fmt: skip
+            out, lse, max_logits = _fwd(
+                q,
+                k,
+                v,
+                plan,
+                stage,
+                sink,
+                scale,
+                softcap,
+                out_float32,
+                return_max_logits,
+                deterministic,
+                backend,
+                sm_margin,
+            )
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.plan, ctx.stage = plan, stage
         ctx.numbers = (scale, softcap)
@@ -153,13 +232,15 @@ class _FlexAttn(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dsink = _bwd(dout, dlse, q, k, v, out, lse, None, ctx.plan, ctx.stage, sink, *ctx.numbers, False,
-                                 *ctx.options)  # fmt: skip
+        dq, dk, dv, dsink = _bwd(
+            dout, dlse, q, k, v, out, lse, None, ctx.plan, ctx.stage, sink, *ctx.numbers, False, *ctx.options
+        )
         return dq, dk, dv, None, None, dsink if sink is not None else None, *(None,) * 7
 
 
-def _autograd_forward(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None,
-                      *options: Any) -> Any:  # fmt: skip
+def _autograd_forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None, *options: Any
+) -> Any:
     if wants_grad(q, k, v, sink):
         return _FlexAttn.apply(q, k, v, plan, stage, sink, *options)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
@@ -182,10 +263,21 @@ refuse_vmap("flex_attn_bwd")
 
 
 def flex_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int = 0, *, sink: Tensor | None = None, scale: float,
-    softcap: float = 0.0, out_float32: bool = False, return_max_logits: bool = False, deterministic: bool = False,
-    backend: str = "auto", sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttnPlan,
+    stage: int = 0,
+    *,
+    sink: Tensor | None = None,
+    scale: float,
+    softcap: float = 0.0,
+    out_float32: bool = False,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the attention of one stage of a plan. Differentiable in q, k, v and sink, through out and lse.
 
     out = softmax(mask(softcap(scale * q k^T))) v. A row that sees nothing has out 0 and lse -inf.
@@ -217,5 +309,3 @@ def flex_attn_fwd(
         q, k, v, plan, stage, sink, scale, softcap, out_float32, return_max_logits, deterministic, backend, sm_margin
     )
     return result
-
-

@@ -34,6 +34,12 @@ class DispatchPlan:
     chunk_size: int
     rank_of_chunk: np.ndarray[Any, np.dtype[np.int32]]
 
+    def __post_init__(self) -> None:
+        self.rank_of_chunk.setflags(write=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DispatchPlan, (self.total_tokens, self.cp_size, self.chunk_size, self.rank_of_chunk))
+
     @cached_property
     def segments(self) -> IntArray:
         """int64 [n, 4], sorted: first row, last row + 1, rank, index of the first row on that rank."""
@@ -91,6 +97,6 @@ def make_dispatch_plan(bands: IntArray, total_tokens: int, cp_size: int, config:
     """Assign the chunks of a mask to ranks as `config` says."""
     chunk_size = config.chunk_size or automatic_chunk_size(total_tokens, cp_size, config.dispatcher)
     areas = _planner.row_areas(bands, chunk_edges(total_tokens, chunk_size))
-    rank_of_chunk = _planner.dispatch(config.dispatcher, areas, cp_size, config.uneven)
-    rank_of_chunk.setflags(write=False)
+    last_is_short = total_tokens % chunk_size != 0
+    rank_of_chunk = _planner.dispatch(config.dispatcher, areas, cp_size, config.uneven, last_is_short)
     return DispatchPlan(total_tokens, cp_size, chunk_size, rank_of_chunk)

@@ -65,9 +65,7 @@ def split_into_stages(
         # rows [lo, hi) of the concatenated pieces
         lo, hi = total * stage // overlap_degree, total * (stage + 1) // overlap_degree
         begins = ends - (pieces[:, 1] - pieces[:, 0])
-        cut = np.stack(
-            [pieces[:, 0] + np.maximum(lo - begins, 0), pieces[:, 1] - np.maximum(ends - hi, 0)], 1
-        )
+        cut = np.stack([pieces[:, 0] + np.maximum(lo - begins, 0), pieces[:, 1] - np.maximum(ends - hi, 0)], 1)
         keep = cut[:, 0] < cut[:, 1]
         cut, cut_index = cut[keep], index[keep]
         order = np.argsort(dispatch.segments[cut_index, 2], kind="stable")

@@ -140,9 +140,7 @@ def _make_stages(
     rows = dispatch.ranges(rank)
     if dispatch.cp_size == 1:
         return (StagePlan(mask, None),), (0,)
-    received = [
-        split_into_stages(mask.bands, dispatch, r, config.overlap_degree) for r in range(dispatch.cp_size)
-    ]
+    received = [split_into_stages(mask.bands, dispatch, r, config.overlap_degree) for r in range(dispatch.cp_size)]
     stages = [StagePlan(_local_mask(mask, rows, rows), None)] if config.overlap_degree else []
     for exchange in range(max(config.overlap_degree, 1)):
         arriving = [per_rank[exchange] for per_rank in received]

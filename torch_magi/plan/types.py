@@ -1,10 +1,10 @@
 """The values that plans are: immutable, printable, picklable, opaque to torch.compile.
 
-    AttnPlan                      one rank's part of the attention of one mask
-      dispatch: DispatchPlan      who holds which rows
-      stages: (StagePlan, ...)    stage 0 uses local keys, the others keys that arrive
-        mask: AttnMask            in local coordinates: this rank's rows x the stage's keys
-        comm: CommPlan or None    the exchange that brings the keys
+AttnPlan                      one rank's part of the attention of one mask
+  dispatch: DispatchPlan      who holds which rows
+  stages: (StagePlan, ...)    stage 0 uses local keys, the others keys that arrive
+    mask: AttnMask            in local coordinates: this rank's rows x the stage's keys
+    comm: CommPlan or None    the exchange that brings the keys
 """
 
 from __future__ import annotations
@@ -47,7 +47,21 @@ class DeviceCache:
         return (DeviceCache, ())
 
 
-class CommPlan(OpaqueBase):
+class Frozen(OpaqueBase):
+    """A value whose attributes are set once, by `__init__`, which ends with `self._freeze()`."""
+
+    _tensors: DeviceCache
+
+    def _freeze(self) -> None:
+        self.__dict__["_tensors"] = DeviceCache()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_tensors" in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} cannot be changed: {name} was about to be set. Make a new one")
+        super().__setattr__(name, value)
+
+
+class CommPlan(Frozen):
     """One rank's part of an exchange in which a row goes to every rank that needs it, and to no other.
 
     Attributes:
@@ -76,7 +90,11 @@ class CommPlan(OpaqueBase):
         self.size = len(output_split_sizes)
         self.num_sent = sum(input_split_sizes)
         self.num_received = sum(output_split_sizes)
-        self._tensors = DeviceCache()
+        self._freeze()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        splits = (self.input_split_sizes, self.output_split_sizes)
+        return (CommPlan, (self.send_ranges, *splits, self.num_rows, self.rank))
 
     @property
     def rows_from_others(self) -> int:
@@ -177,7 +195,7 @@ class StagePlan:
         return made
 
 
-class AttnPlan(OpaqueBase):
+class AttnPlan(Frozen):
     """Who computes what for one mask, seen by one rank. Make it with `make_attn_plan`.
 
     Attributes:
@@ -222,7 +240,7 @@ class AttnPlan(OpaqueBase):
         self.comm_rows_per_rank = comm_rows_per_rank
         self.num_stages = len(stages)
         self.num_tokens_local = dispatch.tokens_per_rank[cp_rank]
-        self._tensors = DeviceCache()
+        self._freeze()
 
     @property
     def starts_local(self) -> bool:
@@ -251,7 +269,7 @@ class AttnPlan(OpaqueBase):
         rows: torch.Tensor = self.cached(
             "position_ids", lambda: torch.from_numpy(self.dispatch.rows(self.cp_rank)).to(self.device)
         )
-        return rows
+        return rows.clone()
 
     def cached(self, key: Any, make: Any) -> Any:
         """Return what `make()` returned the first time for `key`: tensors derived from the plan."""

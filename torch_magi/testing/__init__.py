@@ -1,9 +1,9 @@
 """References, masks, probes and local ranks for tests of attention. Shipped, so that users can test theirs.
 
-    x = random_inputs(mask, dtype=torch.bfloat16, seed=0)
-    check_attention(flex_flash_runner(), x.query, x.key, x.value, mask, dout=x.dout)      one device
-    check_attention(context_parallel_runner(4), x.query, x.key, x.value, mask, dout=x.dout)   4 ranks
-    count_probe(flex_flash_runner(), mask)                                                which pairs are seen
+x = random_inputs(mask, dtype=torch.bfloat16, seed=0)
+check_attention(flex_flash_runner(), x.query, x.key, x.value, mask, dout=x.dout)      one device
+check_attention(context_parallel_runner(4), x.query, x.key, x.value, mask, dout=x.dout)   4 ranks
+count_probe(flex_flash_runner(), mask)                                                which pairs are seen
 """
 
 from torch_magi.testing.cases import (
@@ -25,6 +25,7 @@ from torch_magi.testing.reference import (
     make_runner,
     reference_attention,
     run_low,
+    run_lows,
     run_reference,
 )
 from torch_magi.testing.tolerance import (
@@ -57,6 +58,7 @@ __all__ = [
     "reference_attention",
     "rounding_band",
     "run_low",
+    "run_lows",
     "run_ranks",
     "run_reference",
 ]

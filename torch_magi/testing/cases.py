@@ -26,7 +26,7 @@ def named_masks() -> dict[str, AttnMask]:
         "causal_more_queries": masks.causal(5, 2),
         "sliding_window": masks.sliding_window(16, 16, (3, 0)),
         "sliding_window_both_sides": masks.sliding_window(16, 16, (2, 1)),
-        "document_causal": masks.document([0, 4, 7, 16]),
+        "document": masks.document([0, 4, 7, 16]),
         "document_full": masks.document([0, 4, 7, 16], causal=False),
         "document_window": masks.document([0, 9, 16], window_size=(3, 0)),
         "document_empty_ones_and_tail": masks.document([0, 0, 5, 9, 9, 9], total=14),
@@ -86,12 +86,12 @@ def _placed(mask: AttnMask, q0: int, k0: int, sq: int, sk: int) -> AttnMask:
     return AttnMask.from_slices(q + q0, k + k0, types, sq, sk)
 
 
-def random_masks(seed: int, count: int, max_size: int = 40, square: bool = False) -> Iterator[tuple[str, AttnMask]]:
-    """Yield `count` random masks and what to call each of them when it breaks something.
+def random_masks(count: int, seed: int = 0, max_size: int = 40, *, square: bool = False) -> Iterator[AttnMask]:
+    """Yield `count` random masks, and print how to make each again: the last line printed is the culprit.
 
     Args:
-        seed: of the first; mask i of seed s is mask 0 of seed s + i.
         count: how many.
+        seed: of the first; mask i of seed s is mask 0 of seed s + i.
         max_size: largest number of queries and of keys; 0 and 1 occur.
         square: as many keys as queries.
     """
@@ -99,7 +99,8 @@ def random_masks(seed: int, count: int, max_size: int = 40, square: bool = False
         rng = random.Random(i)
         sq = rng.choice([0, 1, 2]) if rng.random() < 0.1 else rng.randint(3, max_size)
         sk = sq if square else rng.randint(1, max_size)
-        yield f"random_mask(seed={i}, sq={sq}, sk={sk})", random_mask(i, sq, sk)
+        print(f"random_mask(seed={i}, sq={sq}, sk={sk})")
+        yield random_mask(i, sq, sk)
 
 
 class Inputs(NamedTuple):
@@ -127,8 +128,8 @@ def random_inputs(
     """Return normally distributed inputs that fit a mask.
 
     Args:
-        nan_in_unused: fill with NaN the queries that see nothing, their gradients of out, and the keys and values
-            that nobody sees. (dlse stays: with a sink such a row has an lse.)
+        nan_in_unused: fill with NaN the queries that see nothing, their gradients of out, and the keys and
+            values that nobody sees. (dlse stays: with a sink such a row has an lse.)
     """
     generator = torch.Generator().manual_seed(seed)
     sq, sk = mask.shape
@@ -137,8 +138,13 @@ def random_inputs(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    made = [normal(sq, num_heads_q, head_dim), normal(sk, num_heads_kv, head_dim), normal(sk, num_heads_kv, dim_v),
-            normal(sq, num_heads_q, dim_v), normal(sq, num_heads_q)]  # fmt: skip
+    made = [
+        normal(sq, num_heads_q, head_dim),
+        normal(sk, num_heads_kv, head_dim),
+        normal(sk, num_heads_kv, dim_v),
+        normal(sq, num_heads_q, dim_v),
+        normal(sq, num_heads_q),
+    ]
     if nan_in_unused:
         dense = mask.to_dense()
         for i, used in enumerate((dense.any(1), dense.any(0), dense.any(0), dense.any(1))):
@@ -148,7 +154,7 @@ def random_inputs(
     return Inputs(*(x.to(d).to(device) for x, d in zip(made, dtypes, strict=True)))
 
 
-# --- the yardstick: masks of the performance targets --------------------------------------------------------
+# --- the yardstick: masks of the performance targets ---
 
 
 def document_lengths(total: int, cap: int, seed: int = 0, sigma: float = 1.2) -> list[int]:

@@ -1,11 +1,12 @@
 """Run a function on several ranks of this machine.
 
-    threads     a rank is a thread; 5 to 20 ms a call. For eager code: torch.compile does not work in them.
-    processes   a rank is a process with gloo, from a fork server; 0.1 s a call after the first.
+threads     a rank is a thread; 5 to 20 ms a call. For eager code: torch.compile does not work in them.
+processes   a rank is a process with gloo, from a fork server; 0.1 s a call after the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -55,7 +56,7 @@ def run_ranks(
 
     Args:
         fn: with "processes" a function at the top level of a module, as it is imported again there; its
-            arguments and results are pickled. It may use the names of its module, but not what a test changed.
+            arguments and results are pickled. It sees its module as imported, not what a test changed in it.
         world_size: number of ranks.
         backend: "threads" or "processes".
         args: the same for every rank.
@@ -78,7 +79,7 @@ def run_ranks(
     raise ValueError(f"backend must be 'threads' or 'processes', got {backend!r}")
 
 
-# --- threads --------------------------------------------------------------------------------------------
+# --- threads ---
 
 
 def _run_threads(fn: Callable[..., Any], world_size: int, args: Sequence[Any], timeout: float) -> list[Any]:
@@ -90,44 +91,51 @@ def _run_threads(fn: Callable[..., Any], world_size: int, args: Sequence[Any], t
             "pip install 'torch_magi[test]', or use backend='processes'"
         ) from error
 
+    wake: Callable[[BaseException], None] = threaded.ProcessLocalGroup.exception_handle  # the ranks that wait
     results: list[Any] = [None] * world_size
     ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
 
-    def work(rank: int, store: dist.Store) -> None:
+    def work(rank: int, store: Any) -> None:
         try:
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             results[rank] = fn(rank, dist.group.WORLD, *args)
             ended.put((rank, None))
         except BaseException as error:
             ended.put((rank, error))
-            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for this one
+            wake(error)
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group()
+                with contextlib.suppress(AttributeError):  # 2.11 looks for something that its threads lack
+                    dist.destroy_process_group()
 
+    store = torch._C._distributed_c10d.HashStore()
+    threads = [threading.Thread(target=work, args=(r, store), name=f"rank {r}", daemon=True) for r in range(world_size)]
     with _one_world:
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        _isolate_threads(True)
         threaded._install_threaded_pg()
         try:
-            store = dist.HashStore()
-            threads = [
-                threading.Thread(target=work, args=(r, store), name=f"rank {r}", daemon=True)
-                for r in range(world_size)
-            ]
             for thread in threads:
                 thread.start()
             failures = _wait_for_threads(ended, world_size, timeout)
-            for thread in threads:
-                thread.join(5.0)
+        except TimeoutError as error:
+            wake(error)
+            raise
         finally:
+            for thread in threads:
+                thread.join(1.0)
             threaded.ProcessLocalGroup.reset()
             threaded._uninstall_threaded_pg()
-            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            _isolate_threads(False)
     if failures:
-        rank, error = failures[0]
+        rank, failure = failures[0]
         others = [r for r, _ in failures[1:]]
-        raise error from RankError(f"raised on rank {rank} of {world_size}" + _others(others))
+        raise failure from RankError(f"raised on rank {rank} of {world_size}" + _others(others))
     return results
+
+
+def _isolate_threads(on: bool) -> None:
+    """Let every thread have its own registry of process groups."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]
 
 
 def _wait_for_threads(
@@ -135,16 +143,15 @@ def _wait_for_threads(
 ) -> list[tuple[int, BaseException]]:
     """Return the ranks that failed with their exceptions, the first one first."""
     deadline = time.monotonic() + timeout
-    running, failures = set(range(world_size)), []
+    running = set(range(world_size))
+    failures: list[tuple[int, BaseException]] = []
     while running:
         try:
             rank, error = ended.get(timeout=max(deadline - time.monotonic(), 0.0))
         except queue.Empty:
             if failures:
                 return failures
-            raise TimeoutError(
-                f"ranks {sorted(running)} of {world_size} did not return within {timeout} s"
-            ) from None
+            raise TimeoutError(f"ranks {sorted(running)} of {world_size} did not return within {timeout} s") from None
         running.discard(rank)
         if error is not None and not (failures and isinstance(error, SystemExit)):  # SystemExit: was woken
             failures.append((rank, error))
@@ -156,7 +163,7 @@ def _others(ranks: list[int]) -> str:
     return f"; ranks {sorted(ranks)} failed too" if ranks else ""
 
 
-# --- processes ------------------------------------------------------------------------------------------
+# --- processes ---
 
 
 def _run_processes(fn: Callable[..., Any], world_size: int, args: Sequence[Any], timeout: float) -> list[Any]:
@@ -202,13 +209,14 @@ def _collect(
     """Return what the ranks sent, and the failures, the first one first."""
     results: list[Any] = [None] * len(pipes)
     failures: list[tuple[int, BaseException, str]] = []
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), max(deadline - time.monotonic(), 0.0))
         if not ready:
             if failures:
                 break
             raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not return within {timeout} s")
+        pipe: Any
         for pipe in ready:
             rank = waiting.pop(pipe)
             try:
@@ -252,14 +260,24 @@ def _import_function(where: tuple[str, str, str]) -> Callable[..., Any]:
 
 
 def _process_main(
-    pipe: Any, where: tuple[str, str, str], rank: int, world_size: int, store: str, args: bytes, timeout: float
+    pipe: Any,
+    where: tuple[str, str, str],
+    rank: int,
+    world_size: int,
+    store: str,
+    args: bytes,
+    timeout: float,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Inductor's own workers would outlive the rank
     try:
         fn = _import_function(where)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
         )
         result = fn(rank, dist.group.WORLD, *pickle.loads(args))
         message = pickle.dumps((True, result, ""))
@@ -283,7 +301,7 @@ def _failure(error: BaseException) -> bytes:
     return message
 
 
-# --- attention on several ranks -------------------------------------------------------------------------
+# --- attention on several ranks ---
 
 
 def context_parallel_runner(
@@ -358,7 +376,8 @@ def attention_on(
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         request = AuxRequest(lse=True, max_logits=True)
         merged = {**more, **options}
-        out, aux = context_parallel_attn(query, key, value, plan, group, return_aux=request, **merged)
+        result: Any = context_parallel_attn(query, key, value, plan, group, return_aux=request, **merged)
+        out, aux = result
         return out, aux.lse, aux.max_logits
 
     return attention
@@ -377,13 +396,13 @@ def _put_together(rows: list[Tensor], parts: list[Results], total: int, sink: Te
         stacked = torch.cat(values)
         return torch.empty_like(stacked).index_copy_(0, order.to(stacked.device), stacked)
 
-    maxima = [p.max_logits for p in parts]
+    maxima = [p.max_logits for p in parts if p.max_logits is not None]
     for rank, maximum in enumerate(maxima):
         if not torch.equal(maximum, maxima[0]):
-            raise AssertionError(f"max_logits must be alike on all ranks, got {maximum} on rank {rank}, {maxima[0]} on 0")
+            raise AssertionError(f"max_logits is {maximum} on rank {rank}, but {maxima[0]} on rank 0")
     dsink = gather("dsink") if sink is None or sink.ndim == 3 else None
     if sink is not None and sink.ndim == 2 and parts[0].dsink is not None:
-        dsink = torch.stack([p.dsink for p in parts]).sum(0)
+        dsink = torch.stack([p.dsink for p in parts if p.dsink is not None]).sum(0)
     out, lse = gather("out"), gather("lse")
     assert out is not None and lse is not None
     return Results(out, lse, maxima[0], gather("dq"), gather("dk"), gather("dv"), dsink)

@@ -31,8 +31,8 @@ def count_probe(
 ) -> None:
     """Check which keys every row sees, and which rows see every key.
 
-    lse[r] = ln(number of keys that row r sees) to 1e-5. out shows which keys: values are random integer codes.
-    dv shows which rows: dout holds codes times the row's number of keys. No gradient reaches k.
+    lse[r] = ln(number of keys that row r sees) to 1e-5. out shows which keys: values are random integers.
+    dv shows which rows: dout holds random integers times the row's number of keys. No gradient reaches k.
 
     Args:
         runner: what is tested; see `reference.make_runner`.
@@ -62,7 +62,7 @@ def count_probe(
     results = runner(query, key, tensor(key_codes), mask, dout=dout)
 
     _check_counts(results, counts)
-    _, key_sums = _sums_over_visible(mask, key_codes.reshape(sk, -1))
+    _, key_sums = _sums_over_visible(mask, key_codes.reshape(sk, num_heads_kv * dim_v))
     means = key_sums.reshape(sq, num_heads_kv, dim_v) / np.maximum(counts, 1)[:, None, None]
     eps = torch.finfo(dtype).eps
     exact = np.repeat(means, groups, 1)
@@ -70,8 +70,8 @@ def count_probe(
 
     assert results.dk is not None and results.dv is not None
     rounded = dout.double().cpu().numpy() / np.maximum(counts, 1)[:, None, None]
-    per_head = np.concatenate([rounded.reshape(sq, -1), (rounded**2).reshape(sq, -1)], 1)
-    _, row_sums = _sums_over_visible(mask.T, per_head)
+    flat = rounded.reshape(sq, num_heads_q * dim_v)
+    _, row_sums = _sums_over_visible(mask.T, np.concatenate([flat, flat**2], 1))
     row_sums = row_sums.reshape(sk, 2, num_heads_kv, groups, dim_v).sum(3)
     # The probabilities are rounded to the inputs' dtype, each with its own error: it adds up like noise.
     slack = 4 * eps * np.sqrt(row_sums[:, 1]) + eps * np.abs(row_sums[:, 0]) + LSE_TOLERANCE * 8 / largest
@@ -82,7 +82,8 @@ def count_probe(
 
 def _codes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Return random integers of magnitude 4 to 8: exact in every dtype, and none of them small."""
-    return rng.integers(4, 9, shape) * rng.choice([-1.0, 1.0], shape)
+    codes: np.ndarray = rng.integers(4, 9, shape) * rng.choice([-1.0, 1.0], shape)
+    return codes
 
 
 def _sums_over_visible(mask: AttnMask, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -101,13 +102,13 @@ def _check_counts(results: Results, counts: np.ndarray) -> None:
     lse = results.lse.double().cpu().numpy()
     with np.errstate(divide="ignore"):
         exact = np.log(counts)[:, None]
-    close = np.where(np.isfinite(exact), np.abs(lse - np.where(np.isfinite(exact), exact, 0)) <= LSE_TOLERANCE,
-                     lse == exact)  # fmt: skip
+    finite = np.isfinite(exact)
+    close = np.where(finite, np.abs(lse - np.where(finite, exact, 0)) <= LSE_TOLERANCE, lse == exact)
     if not close.all():
         row, head = (int(i) for i in np.argwhere(~close)[0])
         raise AssertionError(
-            f"row {row}, head {head} sees exp(lse) = {np.exp(lse[row, head]):.6g} keys instead of {int(counts[row])}; "
-            f"{int((~close).any(1).sum())} of {len(lse)} rows see a wrong number"
+            f"row {row}, head {head} sees exp(lse) = {np.exp(lse[row, head]):.6g} keys instead of "
+            f"{int(counts[row])}; {int((~close).any(1).sum())} of {len(lse)} rows see a wrong number"
         )
     if results.max_logits is not None:
         expected = 0.0 if counts.any() else -np.inf
@@ -120,9 +121,10 @@ def _check(name: str, what: str, others: str, actual: Tensor, exact: np.ndarray,
     wrong = ~(np.abs(found - exact) <= slack)
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        count = int(wrong.any(tuple(range(1, wrong.ndim))).sum())
         raise AssertionError(
-            f"{what} {at[0]} sees the wrong {others}: {name}{list(at)} is {found[at]:.9g} instead of {exact[at]:.9g} "
-            f"(+- {slack[at]:.2g}); {int(wrong.reshape(len(wrong), -1).any(1).sum())} of {len(wrong)} {what}s are wrong"
+            f"{what} {at[0]} sees the wrong {others}: {name}{list(at)} is {found[at]:.9g} instead of "
+            f"{exact[at]:.9g} (+- {slack[at]:.2g}); {count} of {len(wrong)} {what}s are wrong"
         )
 
 
@@ -159,10 +161,9 @@ def perturb_probe(
     rows = np.repeat(np.arange(mask.shape[0]), np.diff(offsets))
     sees[torch.from_numpy(rows[(intervals[:, 0] <= token) & (token < intervals[:, 1])])] = True
     changed = changed.cpu()
-    if (changed & ~sees).any():
-        raise AssertionError(
-            f"rows {(changed & ~sees).nonzero().flatten().tolist()[:10]} do not see token {token}, but depend on it"
-        )
-    missed = sees & ~changed
-    if missed.any() and query.dtype == torch.float64:
-        raise AssertionError(f"rows {missed.nonzero().flatten().tolist()[:10]} see token {token}, but ignore it")
+    wrong = (changed & ~sees).nonzero().flatten().tolist()
+    if wrong:
+        raise AssertionError(f"rows {wrong[:10]} do not see token {token}, but depend on it")
+    missed = (sees & ~changed).nonzero().flatten().tolist()
+    if missed and query.dtype == torch.float64:
+        raise AssertionError(f"rows {missed[:10]} see token {token}, but ignore it")

@@ -4,45 +4,51 @@
     err(kernel) <= 2 * err(low) + one rounding band of the dtype at max |truth|
     err(kernel) <= 1e-12 * max(1, max |truth|)                  for float64
 
-`truth` is dense float64 attention, `low` the same done naively in the tested dtype (see `reference`). Results
-are finite everywhere, but for infinities at exactly the positions where truth has them.
+`truth` is dense float64 attention, `low` the same done naively in the tested dtype, and err(low) the largest
+error of a few orders of summation (see `reference.run_lows`). Results are finite everywhere, but for
+infinities at exactly the positions where truth has them.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torch_magi.masks import AttnMask
-from torch_magi.testing.reference import Results, Runner, run_low, run_reference
+from torch_magi.testing.reference import Results, Runner, run_lows, run_reference
 
 Tensor = torch.Tensor
 FLOAT64_TOLERANCE = 1e-12
 
 
 def rounding_band(dtype: torch.dtype, magnitude: float) -> float:
-    """Return the distance between neighbouring numbers of `dtype` at `magnitude`.
+    """Return how far apart numbers of `dtype` lie at `magnitude`, at most.
 
     Example:
-        >>> rounding_band(torch.bfloat16, 1.5) == 2.0**-7
+        >>> rounding_band(torch.bfloat16, 1.0) == 2.0**-7
         True
     """
     info = torch.finfo(dtype)
-    magnitude = max(magnitude, info.tiny)
-    return float(info.eps * 2.0 ** math.floor(math.log2(magnitude)))
+    return float(info.eps * max(magnitude, info.tiny))
 
 
 def assert_close_to_truth(
-    actual: Tensor, truth: Tensor, low: Tensor | None, dtype: torch.dtype | None = None, *, name: str = "result"
+    actual: Tensor,
+    truth: Tensor,
+    low: Tensor | Sequence[Tensor] | None,
+    dtype: torch.dtype | None = None,
+    *,
+    name: str = "result",
 ) -> None:
     """Accept or refuse a result by the rule at the top of this module.
 
     Args:
         actual: the result under test.
         truth: float64, of the same shape.
-        low: of the same shape; None stands for an error of 0, and is what float64 results take.
+        low: of the same shape, or several of them; None stands for an error of 0, and is what float64 results
+            take.
         dtype: of the inputs of the computation; None: that of `actual`.
         name: what the result is called where it fails.
 
@@ -62,7 +68,8 @@ def assert_close_to_truth(
     if dtype == torch.float64:
         low_error, bound = 0.0, FLOAT64_TOLERANCE * max(1.0, largest)
     else:
-        low_error = 0.0 if low is None else _error_of_low(low, wanted, finite, name)
+        lows = [low] if isinstance(low, Tensor) else low or []
+        low_error = max((_error_of_low(x, wanted, finite, name) for x in lows), default=0.0)
         bound = 2 * low_error + rounding_band(dtype, largest)
     worst = float(error.max())
     if worst <= bound:
@@ -72,8 +79,8 @@ def assert_close_to_truth(
     raise AssertionError(
         f"{name} is off by {worst:.3e} at {at} (got {found[at]:.9g}, truth {wanted[at]:.9g}), "
         f"{worst / bound:.2f} times the allowed {bound:.3e} for {str(dtype).removeprefix('torch.')} "
-        f"(error of low {low_error:.3e}, max |truth| {largest:.3e}); {count} of {error.numel()} elements exceed it"
-        + _where(error > bound)
+        f"(error of low {low_error:.3e}, max |truth| {largest:.3e}); {count} of {error.numel()} elements "
+        "exceed it" + _where(error > bound)
     )
 
 
@@ -84,8 +91,8 @@ def _check_infinities(found: Tensor, wanted: Tensor, name: str) -> None:
     if wrong.any():
         at = _position(found, int(wrong.int().argmax()))
         raise AssertionError(
-            f"{name} is {found[at]} at {at} where truth is {wanted[at]:.9g}; {int(wrong.sum())} of {found.numel()} "
-            f"elements are like that" + _where(wrong)
+            f"{name} is {found[at]} at {at} where truth is {wanted[at]:.9g}; {int(wrong.sum())} of "
+            f"{found.numel()} elements are like that" + _where(wrong)
         )
 
 
@@ -115,19 +122,19 @@ def _where(wrong: Tensor) -> str:
     return f", in rows {shown}" + (f" and {len(ranges) - 5} more ranges" if len(ranges) > 5 else "")
 
 
-def assert_results_close(actual: Results, truth: Results, low: Results | None, dtype: torch.dtype) -> None:
+def assert_results_close(actual: Results, truth: Results, low: Sequence[Results], dtype: torch.dtype) -> None:
     """Apply `assert_close_to_truth` to every result of an attention call.
 
     Args:
         actual: the results under test; max_logits may be None.
-        truth, low: of `run_reference` and `run_low`; low may be None for float64 inputs.
+        truth, low: of `run_reference` and `run_lows`. For float64 inputs low is computed in float32, for the
+            results that are float32 even then: max_logits and dsink.
         dtype: of query, key and value.
 
     Raises:
-        AssertionError: for the first result that is off, or has the wrong dtype.
+        AssertionError: naming every result that is off, or one that has the wrong dtype.
     """
-    exact = dtype == torch.float64
-    accumulation = torch.float64 if exact else torch.float32
+    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
     dtypes = {"lse": accumulation, "max_logits": torch.float32, "dsink": torch.float32}
     failed = []
     for name in Results._fields:
@@ -139,9 +146,8 @@ def assert_results_close(actual: Results, truth: Results, low: Results | None, d
         expected = dtypes.get(name, dtype)
         if x.dtype != expected:
             raise AssertionError(f"{name} must be {expected} for {dtype} inputs, got {x.dtype}")
-        z = None if low is None or exact else getattr(low, name)
-        # For float64 inputs max_logits and dsink are rounded to float32 at the end.
         rule = expected if name in dtypes else dtype
+        z = [getattr(one, name) for one in low] if rule != torch.float64 else None
         try:
             assert_close_to_truth(x, y, z, rule, name=name)
         except AssertionError as error:
@@ -174,6 +180,7 @@ def check_attention(
     """
     actual = runner(query, key, value, mask, **options)
     truth = run_reference(query, key, value, mask, **options)
-    low = None if query.dtype == torch.float64 else run_low(query, key, value, mask, **options)
+    q, k, v = (x.float() if x.dtype == torch.float64 else x for x in (query, key, value))
+    low = run_lows(q, k, v, mask, **options)
     assert_results_close(actual, truth, low, query.dtype)
     return actual

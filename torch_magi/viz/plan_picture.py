@@ -60,8 +60,7 @@ def sample_rows(plan: Any, max_rows: int, max_columns: int) -> tuple[Array, Arra
             visible[line] += np.maximum(overlap, 0)
     visible /= np.maximum(np.diff(edges), 1)
     segments = plan.dispatch.segments
-    owner = segments[np.searchsorted(segments[:, 1], taken, side="right"), 2] if rows else np.zeros(0, np.int64)
-    return visible, owner
+    return visible, segments[np.searchsorted(segments[:, 1], taken, side="right"), 2]
 
 
 def plot_plan(plan: Any, path: str | None = None, all_ranks: Sequence[Any] | None = None) -> Any:
@@ -88,7 +87,8 @@ def plot_plan(plan: Any, path: str | None = None, all_ranks: Sequence[Any] | Non
         ) from None
     figure = Figure(figsize=(13, 6), layout="constrained")
     mask_axes, stage_axes = figure.subplots(1, 2)
-    palette = np.array([colormaps["tab20" if plan.cp_size > 10 else "tab10"](r % 20)[:3] for r in range(plan.cp_size)])
+    colours = 10 if plan.cp_size <= 10 else 20
+    palette = colormaps[f"tab{colours}"](np.arange(plan.cp_size) % colours)[:, :3]
     _draw_mask(mask_axes, plan, palette)
     _draw_stages(stage_axes, plan, {p.cp_rank: p for p in (all_ranks or [plan])}, palette)
     if path is None:
@@ -117,11 +117,13 @@ def _draw_stages(axes: Any, plan: Any, plans: dict[int, Any], palette: Array) ->
         parts = [area] if mine is None else [stage.mask.area for stage in mine.stages]
         begin = 0
         for index, width in enumerate(parts):
-            axes.barh(rank, width, left=begin, height=0.6, color=palette[rank], alpha=max(1.0 - 0.22 * index, 0.25),
-                      edgecolor="black", linewidth=0.6)  # fmt: skip
+            axes.barh(
+                rank, width, left=begin, height=0.6, color=palette[rank], alpha=max(1.0 - 0.22 * index, 0.25),
+                edgecolor="black", linewidth=0.6,
+            )  # fmt: skip
             if mine is not None and width > 0.08 * busiest:
-                axes.text(begin + width / 2, rank, _stage_label(mine.stages[index], index), ha="center", va="center",
-                          fontsize=8)  # fmt: skip
+                label = _stage_label(mine.stages[index], index)
+                axes.text(begin + width / 2, rank, label, ha="center", va="center", fontsize=8)
             begin += width
         axes.text(begin, rank, f" {plan.comm_rows_per_rank[rank]:,} rows in", va="center", fontsize=8)
     axes.axvline(sum(plan.area_per_rank) / plan.cp_size, color="black", linestyle=":", linewidth=1)
@@ -130,7 +132,8 @@ def _draw_stages(axes: Any, plan: Any, plans: dict[int, Any], palette: Array) ->
     axes.invert_yaxis()
     axes.set_ylabel("rank")
     axes.set_xlabel("visible pairs computed, stage after stage (dotted: the mean of the ranks)")
-    axes.set_title(f"largest / mean {plan.imbalance:.3f}; {plan.comm_bytes / (1 << 20):,.2f} MiB of keys and values sent")
+    mib = plan.comm_bytes / (1 << 20)
+    axes.set_title(f"largest / mean {plan.imbalance:.3f}; {mib:,.2f} MiB of keys and values sent")
 
 
 def _stage_label(stage: Any, index: int) -> str:

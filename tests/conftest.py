@@ -1,0 +1,61 @@
+"""Fresh random numbers with a printed seed, and memory that is full of NaN until something writes to it."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of all tests; default: another one every run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seed") is None:
+        config.option.seed = int(time.time()) % 1_000_000
+    config.addinivalue_line("markers", "unpoisoned: leave new memory, and torch's determinism, as they are")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"torch {torch.__version__}, --seed {config.getoption('--seed')}"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Another number for every test and run; pass --seed to get those of an earlier run."""
+    made = zlib.crc32(f"{request.config.getoption('--seed')} {request.node.nodeid}".encode()) % 1_000_000
+    print(f"seed {made}: --seed {request.config.getoption('--seed')}")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    base = request.config.getoption("--seed")
+    torch.manual_seed(base)
+    random.seed(base)
+    np.random.seed(base)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fill memory that torch hands out uninitialised, to Python and to C++, with NaN.
+
+    torch does so only with deterministic algorithms, so tests run with these (the CPU kernels always do).
+    """
+    if request.node.get_closest_marker("unpoisoned"):
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    before_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=before_warns)
