@@ -8,6 +8,8 @@ recognise them by that.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -20,14 +22,32 @@ from torch_magi.plan import AttnPlan, CommPlan
 Tensor = torch.Tensor
 Plan = AttnPlan | CommPlan
 
+_c10d: Any = torch._C._distributed_c10d
 wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def _all_to_all(send: Tensor, received: int, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> Tensor:
+    if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
+        _check_splits(send.device, sends, receives, name)
     out = send.new_empty((received, *send.shape[1:]))
     work = dist.all_to_all_single(out, send, list(receives), list(sends), group=resolve_group(name), async_op=True)
     torch._C._distributed_c10d._register_work(out, work)  # `wait` finds the work by the tensor's storage
     return out
+
+
+def _check_splits(device: torch.device, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> None:
+    """Raise RuntimeError on every rank where one rank expects other rows than another sends."""
+    group = resolve_group(name)
+    mine = torch.tensor([sends, receives], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    sent, expected = torch.stack([x[0] for x in everyone]), torch.stack([x[1] for x in everyone]).T
+    for source, target in (sent != expected).nonzero().tolist():
+        raise RuntimeError(
+            f"the ranks' plans contradict each other: rank {source} sends {sent[source, target]} rows to rank "
+            f"{target}, which expects {expected[source, target]}; every rank must plan the same mask with the same "
+            "config"
+        )
 
 
 def _start_cast(x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_received: int, group_name: str) -> Tensor:
