@@ -1,7 +1,9 @@
-"""The compiled operator library: loaded once, when torch_magi is imported, and never a reason to fail there."""
+"""The compiled parts. The operator library is loaded once, when torch_magi is imported, and is no reason to fail."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -10,8 +12,17 @@ _problem: str | None = None
 
 
 def load() -> None:
-    """Load the operator library if it was built. Problems are reported by `explain_missing`."""
+    """Load the operator library if it was built. Problems are reported by `explain_missing`.
+
+    Raises:
+        ImportError: if the planner was not built, without which there are no masks.
+    """
     global _problem
+    if importlib.util.find_spec("torch_magi._planner") is None:
+        raise ImportError(
+            f"torch_magi was not built for Python {sys.version_info.major}.{sys.version_info.minor}: {__file__} has no "
+            "compiled planner beside it. Build it with `pip install --no-build-isolation .` (README.md, 'Install')"
+        )
     found = sorted(Path(__file__).parent.glob("_C*.so"))
     if not found:
         _problem = "the operator library was not built"
