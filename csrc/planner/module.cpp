@@ -40,12 +40,13 @@ Ranges ranges_of(const Int64Array& a) {
 
 std::vector<int64_t> ints_of(const Int64Array& a) { return {a.data(), a.data() + a.size()}; }
 
+// An array over the vector's own memory, one row per element.
 template <typename Scalar, typename Row>
-py::array_t<Scalar> rows(const std::vector<Row>& v) {
+py::array_t<Scalar> rows(std::vector<Row> v) {
   constexpr py::ssize_t width = sizeof(Row) / sizeof(Scalar);
-  py::array_t<Scalar> out({py::ssize_t(v.size()), width});
-  if (!v.empty()) std::memcpy(out.mutable_data(), v.data(), v.size() * sizeof(Row));
-  return out;
+  auto* kept = new std::vector<Row>(std::move(v));
+  const py::capsule owner(kept, [](void* p) { delete static_cast<std::vector<Row>*>(p); });
+  return py::array_t<Scalar>({py::ssize_t(kept->size()), width}, reinterpret_cast<Scalar*>(kept->data()), owner);
 }
 
 template <typename Scalar>
@@ -96,8 +97,9 @@ Int64Array shift(const Int64Array& a, int64_t dq, int64_t dk) {
 }
 
 py::tuple tile_plan_arrays(const Int64Array& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols) {
-  const TilePlan p = tile_plan(bands_of(bands), n_rows, tile_rows, tile_cols);
-  return py::make_tuple(rows<int32_t>(p.items), rows<int32_t>(p.runs), rows<int32_t>(p.bands));
+  TilePlan p = tile_plan(bands_of(bands), n_rows, tile_rows, tile_cols);
+  return py::make_tuple(rows<int32_t>(std::move(p.items)), rows<int32_t>(std::move(p.runs)),
+                        rows<int32_t>(std::move(p.bands)));
 }
 
 py::array_t<int32_t> dispatch(const std::string& kind, const Int64Array& areas, int64_t n_ranks, bool uneven,

@@ -3,6 +3,7 @@
 // Row tiles lie on a grid; column tiles start anywhere. A connected stretch of touched columns is tiled from
 // its own start, and a stretch that one band covers in every row of the tile becomes one run without a mask.
 #include <cmath>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -100,13 +101,17 @@ class Builder {
 
 // Longest first in cost buckets of an eighth of an octave; row order is kept inside a bucket.
 void sort_longest_first(std::vector<TileItem>& items) {
-  auto bucket = [&](int32_t n) { return n <= 0 ? 0 : 1 + int32_t(8 * std::log2(double(n))); };
   int32_t most = 0;
   for (const TileItem& i : items) most = std::max(most, i.n_tiles);
-  std::vector<std::vector<TileItem>> buckets(size_t(bucket(most)) + 1);
-  for (const TileItem& i : items) buckets[size_t(bucket(i.n_tiles))].push_back(i);
-  items.clear();
-  for (size_t b = buckets.size(); b-- > 0;) items.insert(items.end(), buckets[b].begin(), buckets[b].end());
+  std::vector<int32_t> bucket(size_t(most) + 1, 0);
+  for (int32_t n = 1; n <= most; ++n) bucket[n] = 1 + int32_t(8 * std::log2(double(n)));
+  std::vector<size_t> begin(size_t(bucket[most]) + 2, 0);  // of each bucket in the result, the longest first
+  auto rank = [&](const TileItem& i) { return size_t(bucket[most] - bucket[i.n_tiles]); };
+  for (const TileItem& i : items) ++begin[rank(i) + 1];
+  std::partial_sum(begin.begin(), begin.end(), begin.begin());
+  std::vector<TileItem> sorted(items.size());
+  for (const TileItem& i : items) sorted[begin[rank(i)]++] = i;
+  items.swap(sorted);
 }
 
 }  // namespace
@@ -121,6 +126,10 @@ TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_
     if (b.k1 >= kTileInf)
       throw std::invalid_argument("a tile plan holds fewer than 2^30 columns, got " + std::to_string(b.k1));
   Builder builder(sorted, tile_cols);
+  const size_t n_items = size_t((n_rows + tile_rows - 1) / tile_rows);
+  builder.plan.items.reserve(n_items);
+  builder.plan.runs.reserve(2 * n_items);
+  builder.plan.bands.reserve(n_items);
   std::vector<size_t> active;
   std::vector<Touched> touched;
   size_t next = 0;

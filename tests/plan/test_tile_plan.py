@@ -1,0 +1,111 @@
+"""The planner's band algebra and tile plans, on random bands against dense matrices."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from torch_magi import _planner, masks
+
+INF = _planner.INF
+Array = np.ndarray
+
+
+def dense(bands: Array, rows: int, columns: int) -> Array:
+    """Return the matrix of bands, by the definition in csrc/planner/planner.h. int: how often each pair occurs."""
+    out = np.zeros((rows, columns), int)
+    for q0, q1, k0, k1, dlo, dhi, step in bands.tolist():
+        for q in range(q0, q1):
+            start = q0 + step * ((q - q0) // step)
+            out[q, max(k0, start + dlo, 0) : max(min(k1, start + dhi), 0)] += 1
+    return out
+
+
+def random_bands(rng: np.random.Generator, rows: int, columns: int) -> Array:
+    """Return up to six overlapping bands: slices of all types, and staircases."""
+    bands = []
+    for _ in range(rng.integers(0, 7)):
+        q0, q1 = np.sort(rng.integers(0, rows + 1, 2)).tolist()
+        k0, k1 = np.sort(rng.integers(0, columns + 1, 2)).tolist()
+        low = k0 - q0 if rng.random() < 0.5 else -INF
+        high = k1 - q1 + 1 if rng.random() < 0.5 else INF
+        bands.append([q0, q1, k0, k1, low, high, int(rng.integers(1, 6)) if rng.random() < 0.3 else 1])
+    return np.array(bands, np.int64).reshape(-1, 7)
+
+
+def replay(plan: tuple[Array, Array, Array], rows: int, columns: int, tile_columns: int) -> Array:
+    """Return how often each pair is computed where a kernel follows the plan tile by tile."""
+    items, runs, bands = plan
+    out, owned = np.zeros((rows, columns), int), np.zeros(rows, int)
+    for row0, n_rows, run_begin, run_end, n_tiles, *_ in items.tolist():
+        owned[row0 : row0 + n_rows] += 1
+        tiles = 0
+        for start, n, band_begin, n_bands in runs[run_begin:run_end].tolist():
+            tiles += n
+            for c0 in range(start, start + n * tile_columns, tile_columns):
+                tile = np.zeros((rows, columns), bool)
+                tile[row0 : row0 + n_rows, c0 : c0 + tile_columns] = True
+                if n_bands == 0:
+                    assert c0 + tile_columns <= columns, "a tile without bands must not reach past the last column"
+                else:
+                    chosen = bands[band_begin : band_begin + n_bands, :7].astype(np.int64)
+                    tile &= dense(chosen, rows, columns) > 0
+                out += tile
+        assert tiles == n_tiles
+    assert (owned == 1).all(), "every row belongs to one item"
+    return out
+
+
+def test_algebra_and_tile_plans(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for i in range(150):
+        rows, columns = rng.integers(1, 24, 2).tolist()
+        a, b = random_bands(rng, rows, columns), random_bands(rng, rows, columns)
+        print(f"seed {seed}, case {i}: {rows} x {columns}, a = {a.tolist()}, b = {b.tolist()}")
+        seen_a, seen_b = dense(a, rows, columns) > 0, dense(b, rows, columns) > 0
+        for op, expected in (("or", seen_a | seen_b), ("and", seen_a & seen_b), ("sub", seen_a & ~seen_b)):
+            found = _planner.combine(a, b, op)
+            assert (dense(found, rows, columns) == expected).all(), "wrong set, or a pair in two bands"
+            assert np.array_equal(found, _planner.from_dense(expected)), "equal sets must give equal bands"
+            assert np.array_equal(found, _planner.normalize(found))
+            assert _planner.area(found) == expected.sum()
+        bands = _planner.normalize(a)
+        flipped = _planner.transpose(bands)
+        assert np.array_equal(flipped, _planner.from_dense(np.ascontiguousarray(seen_a.T)))
+        assert np.array_equal(_planner.transpose(flipped), bands)
+        edges = np.unique(np.concatenate([[0, rows], rng.integers(0, rows + 1, 3)]))
+        areas = [seen_a[x:y].sum() for x, y in itertools.pairwise(edges)]
+        assert _planner.row_areas(bands, edges).tolist() == areas
+        tile_rows, tile_columns = rng.integers(1, 9, 2).tolist()
+        plan = _planner.tile_plan(bands, rows, tile_rows, tile_columns)
+        assert (replay(plan, rows, columns, tile_columns) == seen_a).all()
+
+
+def test_tile_plan_of_a_staircase_does_not_grow_with_its_steps() -> None:
+    sizes = []
+    for length in (1 << 12, 1 << 14):
+        mask = masks.block_causal([0, length], 2)
+        items, runs, bands = _planner.tile_plan(mask.bands, length, 128, 128)
+        assert len(items) == length // 128
+        sizes.append((len(runs) / len(items), len(bands) / len(items)))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02) and max(sizes[0]) <= 2
+
+
+def test_longest_first() -> None:
+    items, _, _ = _planner.tile_plan(masks.causal(4096).bands, 4096, 64, 64)
+    tiles = items[:, 4]
+    assert sorted(items[:, 0].tolist()) == list(range(0, 4096, 64))
+    assert (tiles[1:] <= tiles[:-1] * 2 ** (1 / 8) + 1).all(), "longest first, up to an eighth of an octave"
+    assert tiles[0] == tiles.max() and tiles[-1] == tiles.min()
+
+
+def test_refusals() -> None:
+    bands = masks.causal(8).bands
+    with pytest.raises(ValueError, match="tile_rows and tile_cols must be positive"):
+        _planner.tile_plan(bands, 8, 0, 8)
+    with pytest.raises(ValueError, match=r"a tile plan holds fewer than 2\^30 rows"):
+        _planner.tile_plan(bands, 1 << 30, 64, 64)
+    with pytest.raises(ValueError, match=r"a tile plan holds fewer than 2\^30 columns"):
+        _planner.tile_plan(masks.full(1, 1 << 30).bands, 1, 64, 64)
