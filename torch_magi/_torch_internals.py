@@ -17,7 +17,7 @@ PLAN_COMPILE_ERROR = (
     "call torch_magi outside torch.compile, or install a tested torch"
 )
 
-__all__ = ["HAS_OPAQUE_TYPES", "PLAN_COMPILE_ERROR", "OpaqueBase", "register_reference_type"]
+__all__ = ["HAS_OPAQUE_TYPES", "PLAN_COMPILE_ERROR", "OpaqueBase", "is_exporting", "register_reference_type"]
 
 try:
     from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
@@ -29,6 +29,11 @@ except ImportError:  # a torch outside the tested range
 
     class OpaqueBase:  # type: ignore[no-redef]
         """Stands in for torch's class of the same name."""
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export is tracing. In torch 2.11 `torch.compiler.is_exporting()` also holds in compile."""
+    return bool(torch.compiler._is_exporting_flag)
 
 
 def register_reference_type(cls: type, constants: tuple[str, ...] = ()) -> str:

@@ -224,3 +224,14 @@ class OperatorOrder(expecttest.TestCase):
         self.assertExpectedInline(
             backward, """cast cast attention wait attention reduce wait attention reduce wait add wait add"""
         )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_is_refused(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return magi.flex_flash_attn(x, x, x, plan)
+
+    plan = magi.make_attn_plan(masks.causal(8), 1, 1, 8, dtype=torch.float32)
+    with pytest.raises(Exception, match=r"export and AOTInductor cannot hold a plan yet; use torch.compile"):
+        torch.export.export(Model(), (torch.zeros(8, 1, 8),), strict=strict)

@@ -224,6 +224,22 @@ def test_autocast_casts_as_sdpa_does() -> None:
         assert magi.flex_flash_attn(d, d, d, masks.causal(8)).dtype == torch.float64
 
 
+@pytest.mark.unpoisoned  # would fill the 4 GiB in between
+def test_c41_offsets_beyond_32_bits() -> None:
+    """The second row lies 46340 * 46341 + 46340 = 2147488280 elements behind the first, and further."""
+    stride = 46340 * 46341 + 46340
+    assert stride > 2**31 - 1
+    gen = torch.Generator().manual_seed(0)
+    memory = torch.empty(stride + 3 * 8, dtype=torch.float16)  # pages that nobody touches take no memory
+    far = memory.as_strided((2, 1, 8), (stride, 8, 1))
+    near = torch.randn(2, 1, 8, generator=gen).half()
+    far.copy_(near)
+    mask = masks.causal(2)
+    for q, k, v in ((far, near, near), (near, far, near), (near, near, far)):
+        assert torch.equal(magi.flex_flash_attn(q, k, v, mask), magi.flex_flash_attn(near, near, near, mask))
+    assert masks.full(46341, 46341).area == 46341**2 > 2**31
+
+
 def test_gradcheck() -> None:
     mask = MASKS["overlaps"].clip((0, 20), (0, 40))
     q, k, v = (torch.randn(n, h, 4, dtype=torch.float64, requires_grad=True) for n, h in ((20, 4), (40, 2), (40, 2)))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from torch_magi._torch_internals import is_exporting
 from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions, parse_kernel_options
 
 Tensor = torch.Tensor
@@ -37,7 +38,7 @@ def prepare(
     Raises:
         TypeError, ValueError: with the argument's name, what was found and what is accepted.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise NotImplementedError("torch.export and AOTInductor cannot hold a plan yet; use torch.compile")
     backend, sm_margin = parse_kernel_options(kernel_options)
     _check_tensors(query, key, value)
@@ -116,9 +117,8 @@ def _check_sink(sink: Tensor, query: Tensor) -> None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if tensors[0].dtype == torch.float64 or not torch.amp.is_autocast_available(device):
-        return tensors
-    if not torch.is_autocast_enabled(device):
+    # meta tensors have no autocast; torch.amp.is_autocast_available would say so, but torch 2.11 cannot trace it
+    if tensors[0].dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
