@@ -327,17 +327,36 @@ Bands combine(const Bands& a, const Bands& b, SetOp op) {
 
 Bands normalize(const Bands& a) { return combine(a, {}, SetOp::kOr); }
 
+namespace {
+
+// One side of a staircase, turned. Key k is below the upper side of the steps from row q0 + step * j on where
+// q0 + step * j + dhi > k, which is row k' + step - dhi, with k' the last key <= k that is q0 + dhi modulo step.
+// So the keys are the rows of another staircase, but for those before the first such k'. The lower side likewise.
+Bands turn_side(const Band& b, bool upper) {
+  const int64_t edge = upper ? b.dhi : b.dlo;
+  const int64_t offset = (b.q0 + edge - b.k0) % b.step;
+  const int64_t start = b.k0 + (offset < 0 ? offset + b.step : offset);
+  const int64_t row = std::min(std::max(start - edge, b.q0), b.q1);  // of the keys before `start`
+  Bands out;
+  out.push_back({b.k0, std::min(start, b.k1), upper ? row : b.q0, upper ? b.q1 : row, -kInf, kInf, 1});
+  if (start < b.k1)
+    out.push_back({start, b.k1, b.q0, b.q1, upper ? b.step - edge : -kInf, upper ? kInf : b.step - edge, b.step});
+  return normalize(out);
+}
+
+}  // namespace
+
 Bands transpose(const Bands& a) {
   Bands out;
-  auto turn = [&](const Band& b) {
-    out.push_back({b.k0, b.k1, b.q0, b.q1, b.dhi == kInf ? -kInf : 1 - b.dhi, b.dlo == -kInf ? kInf : 1 - b.dlo, 1});
-  };
   for (const Band& b : a) {
     if (b.step == 1) {
-      turn(b);
+      out.push_back({b.k0, b.k1, b.q0, b.q1, b.dhi == kInf ? -kInf : 1 - b.dhi, b.dlo == -kInf ? kInf : 1 - b.dlo, 1});
       continue;
     }
-    for (const Piece& p : pieces({b})) turn({p.a, p.b, p.lo, p.hi, -kInf, kInf, 1});
+    Bands turned{{b.k0, b.k1, b.q0, b.q1, -kInf, kInf, 1}};
+    if (b.dhi != kInf) turned = combine(turned, turn_side(b, true), SetOp::kAnd);
+    if (b.dlo != -kInf) turned = combine(turned, turn_side(b, false), SetOp::kAnd);
+    out.insert(out.end(), turned.begin(), turned.end());
   }
   return normalize(out);
 }

@@ -18,6 +18,7 @@ from torch_magi.masks.mask_type import MaskType
 from torch_magi.masks.ranges import Integers, range_array
 
 INF: int = _planner.INF
+MAX_LENGTH = 1 << 31  # areas fit in 64 bits
 Bands = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -55,7 +56,13 @@ class AttnMask:
 
     @classmethod
     def from_canonical_bands(cls, bands: Bands, sq: int, sk: int) -> AttnMask:
-        """Return the mask of bands that are in normal form already."""
+        """Return the mask of bands that are in normal form already.
+
+        Raises:
+            ValueError: if a length is negative or 2^31 or more.
+        """
+        if not (0 <= sq < MAX_LENGTH and 0 <= sk < MAX_LENGTH):
+            raise ValueError(f"sq and sk must be in [0, 2^31), got {sq} and {sk}")
         mask = object.__new__(cls)
         bands = np.ascontiguousarray(bands, np.int64).reshape(-1, 7)
         bands.setflags(write=False)
@@ -149,6 +156,9 @@ class AttnMask:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an AttnMask is immutable; cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"an AttnMask is immutable; cannot delete {name!r}")
 
     def __repr__(self) -> str:
         sq, sk = self._shape

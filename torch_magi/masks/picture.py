@@ -17,7 +17,7 @@ def to_string(mask: AttnMask, max_size: int = 64) -> str:
     cells = coverage(mask, max_size)
     lines = ["".join("#" if c >= 1.0 else "." if c <= 0.0 else "+" for c in row) for row in cells]
     sq, sk = mask.shape
-    if max(sq, sk) > max_size:
+    if cells.size and max(sq, sk) > max_size:
         lines.append(f"(one character is about {-(-sq // len(cells))} queries x {-(-sk // cells.shape[1])} keys)")
     return "\n".join(lines)
 
