@@ -1,0 +1,30 @@
+"""The gate on built kernels notices what it is there for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+spec = importlib.util.spec_from_file_location("check_sass", ROOT / "tools" / "check_sass.py")
+check_sass = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_sass)
+
+LISTING = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                /* 0x00000a00ff017b82 */
+                                                                         /* 0x000fe20000000800 */
+        /*0010*/              @!P0 LDG.E.128 R4, desc[UR6][R2.64] ;      /* 0x0000000602048981 */
+        /*0020*/              @UP0 STL.64 [R1+0x8], R2 ;                 /* 0x0000080201007387 */
+        /*0030*/                   STG.E.128 desc[UR6][R8.64], R4 ;      /* 0x0000000408007986 */
+"""
+
+
+def test_instructions_are_read_with_their_predicates() -> None:
+    assert check_sass.INSTRUCTION.findall(LISTING) == ["LDC", "LDG.E.128", "STL.64", "STG.E.128"]
+
+
+def test_problems() -> None:
+    instructions = check_sass.INSTRUCTION.findall(LISTING)
+    assert check_sass.problems_of("any_kernel", instructions) == ["1 STL: local memory is used"]
+    assert check_sass.problems_of("gather_rowsI5uint4E", ["LDG.E.64", "STG.E.128"]) == ["no LDG.E.128"]
+    assert check_sass.problems_of("gather_rowsI5uint4E", ["LDG.E.128.CONSTANT", "STG.E.128"]) == []
