@@ -32,7 +32,6 @@ Ranges ranges_of(const Tensor& ranges, int64_t n_rows) {
 }
 
 std::vector<int64_t> with_rows(const Tensor& x, int64_t rows) {
-  STD_TORCH_CHECK(x.dim() >= 1, "x must have at least one dimension");
   std::vector<int64_t> shape{rows};
   for (int64_t i = 1; i < x.dim(); ++i) shape.push_back(x.size(i));
   return shape;
@@ -45,6 +44,7 @@ int64_t row_elements(const Tensor& x) {
 }
 
 Tensor range_gather(const Tensor& x_in, const Tensor& ranges, int64_t n_out) {
+  STD_TORCH_CHECK(x_in.dim() >= 1, "x must have at least one dimension");
   const Tensor x = torch::stable::contiguous(x_in);
   const Ranges r = ranges_of(ranges, x.size(0));
   STD_TORCH_CHECK(r.total == n_out, "n_out must be the number of rows in the ranges, ", r.total, ", got ", n_out);
@@ -77,6 +77,8 @@ void add_rows(const T* from, T* to, const Ranges& r, int64_t n_rows, int64_t row
 }
 
 Tensor range_scatter_add(const Tensor& y_in, const Tensor& ranges, int64_t n_rows) {
+  STD_TORCH_CHECK(y_in.dim() >= 1, "y must have at least one dimension");
+  STD_TORCH_CHECK(n_rows >= 0, "n_rows must be 0 or more, got ", n_rows);
   const Tensor y = torch::stable::contiguous(y_in);
   const Ranges r = ranges_of(ranges, n_rows);
   STD_TORCH_CHECK(r.total == y.size(0), "y must have as many rows as the ranges, ", r.total, ", got ", y.size(0));

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_magi.masks.mask import INF, AttnMask, Bands, check_length
-from torch_magi.masks.ranges import Integers, cumulative_lengths, int_array
+from torch_magi.masks.mask import INF, AttnMask, Bands
+from torch_magi.masks.ranges import Integers, check_length, check_positive, cumulative_lengths, int_array, range_array
 
 Window = tuple[int | None, int | None] | None
 
@@ -203,7 +203,7 @@ def block_causal(cu_seqlens: Integers, block_size: int, total: int | None = None
     ....###
     """
     cu, total = cumulative_lengths("cu_seqlens", cu_seqlens, total)
-    size = _positive("block_size", block_size)
+    size = check_positive("block_size", block_size)
     a, b = cu[:-1], cu[1:]
     return AttnMask.from_bands(_bands(a, b, a, b, -INF, size, size), total, total)
 
@@ -218,7 +218,7 @@ def chunk_causal(sq: int, sk: int, chunk_size: int) -> AttnMask:
     ####.
     #####
     """
-    sq, sk, size = check_length("sq", sq), check_length("sk", sk), _positive("chunk_size", chunk_size)
+    sq, sk, size = check_length("sq", sq), check_length("sk", sk), check_positive("chunk_size", chunk_size)
     return AttnMask.from_bands(_bands(0, sq, 0, sk, -INF, size, size), sq, sk)
 
 
@@ -236,7 +236,7 @@ def sliding_block(cu_seqlens: Integers, block_size: int, window: int, total: int
     ..####
     """
     cu, total = cumulative_lengths("cu_seqlens", cu_seqlens, total)
-    size, window = _positive("block_size", block_size), check_length("window", window)
+    size, window = check_positive("block_size", block_size), check_length("window", window)
     a, b = cu[:-1], cu[1:]
     return AttnMask.from_bands(_bands(a, b, a, b, -window * size, size, size), total, total)
 
@@ -301,8 +301,8 @@ def bidirectional_spans(mask: AttnMask, spans: Integers) -> AttnMask:
     sq, sk = mask.shape
     if sq != sk:
         raise ValueError(f"bidirectional_spans needs a square mask, got shape {mask.shape}")
-    n = len(int_array("spans", spans))
-    return mask | AttnMask.from_slices(spans, spans, ["full"] * n, sq, sk)
+    ranges = range_array("spans", spans, sq)
+    return mask | AttnMask.from_slices(ranges, ranges, ["full"] * len(ranges), sq, sk)
 
 
 def from_block_matrix(blocks: Any, q_block: int, k_block: int, sq: int, sk: int) -> AttnMask:
@@ -318,7 +318,7 @@ def from_block_matrix(blocks: Any, q_block: int, k_block: int, sq: int, sk: int)
     ..#
     """
     sq, sk = check_length("sq", sq), check_length("sk", sk)
-    q_block, k_block = _positive("q_block", q_block), _positive("k_block", k_block)
+    q_block, k_block = check_positive("q_block", q_block), check_positive("k_block", k_block)
     coarse = AttnMask.from_dense(blocks)
     expected = (-(-sq // q_block), -(-sk // k_block))
     if coarse.shape != expected:
@@ -332,10 +332,3 @@ def from_block_matrix(blocks: Any, q_block: int, k_block: int, sq: int, sk: int)
         ),
         sq, sk,
     )  # fmt: skip
-
-
-def _positive(name: str, value: Any) -> int:
-    number = check_length(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be positive, got {number}")
-    return number

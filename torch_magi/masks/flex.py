@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torch_magi import _planner
 from torch_magi.masks.mask import AttnMask
+from torch_magi.masks.ranges import check_positive
 
 
 def to_mask_mod(mask: AttnMask) -> Callable[..., torch.Tensor]:
@@ -50,10 +51,14 @@ def to_block_mask(mask: AttnMask, BLOCK_SIZE: int | tuple[int, int], device: tor
         mask: the pairs.
         BLOCK_SIZE: rows and keys of a block, one number or two.
         device: where the block tables are put.
+
+    Raises:
+        TypeError, ValueError: for a BLOCK_SIZE that is no positive number or pair of them.
     """
-    q_block, k_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    if q_block < 1 or k_block < 1:
-        raise ValueError(f"BLOCK_SIZE must be positive, got {BLOCK_SIZE}")
+    sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(sizes) != 2:
+        raise ValueError(f"BLOCK_SIZE must be one number or two, got {BLOCK_SIZE!r}")
+    q_block, k_block = (check_positive("BLOCK_SIZE", size) for size in sizes)
     sq, sk = mask.shape
     n_q, n_k = -(-sq // q_block), -(-sk // k_block)
     q_edges = np.append(np.arange(0, sq, q_block), sq).astype(np.int64)

@@ -15,7 +15,7 @@ import torch
 
 from torch_magi import _planner
 from torch_magi.masks.mask_type import MaskType
-from torch_magi.masks.ranges import Integers, range_array
+from torch_magi.masks.ranges import Integers, check_length, range_array
 
 INF: int = _planner.INF
 MAX_LENGTH = 1 << 31  # areas fit in 64 bits
@@ -198,18 +198,25 @@ class AttnMask:
         Raises:
             ValueError: for a range outside the mask.
         """
-        (q0, q1), (k0, k1) = (
-            range_array(name, [r], n)[0].tolist()
-            for name, r, n in (("q_range", q_range, self._shape[0]), ("k_range", k_range, self._shape[1]))
-        )
+        sides = (("q_range", q_range, self._shape[0]), ("k_range", k_range, self._shape[1]))
+        for name, given, _ in sides:
+            if len(given) != 2:
+                raise ValueError(f"{name} must be two numbers, got {given!r}")
+        (q0, q1), (k0, k1) = (range_array(name, [given], n)[0].tolist() for name, given, n in sides)
         bands = _planner.shift(_planner.clip(self._bands, q0, q1, k0, k1), -q0, -k0)
         return AttnMask.from_bands(bands, q1 - q0, k1 - k0)
 
     # --- other forms -------------------------------------------------------------------------------------
 
     def row_intervals(self, q0: int = 0, q1: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return what rows [q0, q1) see: offsets int64 [rows + 1] and sorted intervals of keys int64 [n, 2]."""
-        offsets, intervals = _planner.row_intervals(self._bands, q0, self._shape[0] if q1 is None else q1)
+        """Return what rows [q0, q1) see: offsets int64 [rows + 1] and sorted intervals of keys int64 [n, 2].
+
+        Raises:
+            ValueError: for rows outside the mask.
+        """
+        rows = [[q0, self._shape[0] if q1 is None else q1]]
+        ((first, last),) = range_array("q0 and q1", rows, self._shape[0]).tolist()
+        offsets, intervals = _planner.row_intervals(self._bands, first, last)
         return offsets, intervals
 
     def to_dense(self) -> torch.Tensor:
@@ -275,15 +282,6 @@ class AttnMask:
         from torch_magi.viz.mask_picture import plot_coverage
 
         return plot_coverage(coverage(self), self._shape, repr(self), path)
-
-
-def check_length(name: str, value: Any) -> int:
-    """Return `value` as a length; TypeError or ValueError if it is none."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if int(value) < 0:
-        raise ValueError(f"{name} must be 0 or more, got {int(value)}")
-    return int(value)
 
 
 def coverage(mask: AttnMask, max_size: int = 512) -> np.ndarray:

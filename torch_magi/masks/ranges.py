@@ -28,6 +28,28 @@ def int_array(name: str, values: Any) -> IntArray:
     return array.astype(np.int64)
 
 
+def check_length(name: str, value: Any) -> int:
+    """Return `value` as a length; TypeError or ValueError if it is none."""
+    number = _check_int(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or more, got {number}")
+    return number
+
+
+def check_positive(name: str, value: Any) -> int:
+    """Return `value` as a length of at least 1; TypeError or ValueError if it is none."""
+    number = _check_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be positive, got {number}")
+    return number
+
+
+def _check_int(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return int(value)
+
+
 def range_array(name: str, values: Any, length: int) -> IntArray:
     """Return ranges as int64 [n, 2].
 
@@ -73,6 +95,7 @@ def cumulative_lengths(name: str, values: Any, total: int | None = None) -> tupl
     last = int(array[-1])
     if total is None:
         return array, last
+    total = check_length("total", total)
     if total < last:
         raise ValueError(f"total must be at least the last value of {name}, {last}, got {total}")
-    return array, int(total)
+    return array, total

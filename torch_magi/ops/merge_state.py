@@ -34,7 +34,8 @@ class _Merge(torch.autograd.Function):
             empty = torch.isinf(lse_x)
             weight = torch.where(empty, 0.0, torch.exp(lse_x - lse))
             change = (dout * (x - out)).sum(-1) + dlse
-            return weight[..., None] * dout, torch.where(empty, 0.0, weight * change)
+            dx = torch.where(empty[..., None], 0.0, weight[..., None] * dout)  # dout of an empty row may be anything
+            return dx, torch.where(empty, 0.0, weight * change)
 
         return (*side(out_a, lse_a), *side(out_b, lse_b))
 
