@@ -32,11 +32,21 @@ CPU_SOURCES = [
     "csrc/cpu/range_ops.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/sm90/flex_attn_fwd_d128.cu",
+    "csrc/cuda/sm90/flex_attn_fwd_d192.cu",
+    "csrc/cuda/sm90/flex_attn_fwd_d256.cu",
+    "csrc/cuda/sm90/flex_attn_fwd_d64.cu",
     "csrc/cuda/smxx/range_gather.cu",
+    "csrc/ops/flex_attn_fwd_cuda.cpp",
 ]
 HEADERS = [
     "csrc/cpu/attention.h",
     "csrc/cpu/attention_tiles.h",
+    "csrc/cuda/common/row_mask.cuh",
+    "csrc/cuda/ptx/hopper.cuh",
+    "csrc/cuda/ptx/wgmma.cuh",
+    "csrc/cuda/sm90/flex_attn_fwd.cuh",
+    "csrc/cuda/sm90/flex_attn_fwd.h",
     "csrc/include/checks.h",
     "csrc/include/tile_plan.h",
     "csrc/planner/planner.h",
@@ -88,6 +98,17 @@ def operator_library() -> CppExtension:
     )
 
 
+class BuildWithHeaders(BuildExtension):
+    """Compiles again what is older than a header: torch without CUDA asks nvcc for no dependencies."""
+
+    def build_extensions(self):
+        changed = max(Path(header).stat().st_mtime for header in HEADERS)
+        for built in Path(self.build_temp).rglob("*.o"):
+            if built.stat().st_mtime < changed:
+                built.unlink()
+        super().build_extensions()
+
+
 setup(
     ext_modules=[
         Pybind11Extension(
@@ -100,5 +121,5 @@ setup(
         ),
         operator_library(),
     ],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildWithHeaders},
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 import zlib
 from collections.abc import Iterator
 
@@ -13,12 +12,10 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="seed of all tests; default: another one every run")
+    parser.addoption("--seed", type=int, default=0, help="seed of all tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--seed") is None:
-        config.option.seed = int(time.time()) % 1_000_000
     config.addinivalue_line("markers", "unpoisoned: leave new memory, and torch's determinism, as they are")
 
 
@@ -28,7 +25,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Another number for every test and run; pass --seed to get those of an earlier run."""
+    """Another number for every test; --seed gives all of them others."""
     made = zlib.crc32(f"{request.config.getoption('--seed')} {request.node.nodeid}".encode()) % 1_000_000
     print(f"seed {made}: --seed {request.config.getoption('--seed')}")
     return made

@@ -1,10 +1,13 @@
 """Static gate on the built kernels: what nvcc made of them, without a GPU.
 
-    python tools/check_sass.py [LIBRARY]      # default: torch_magi/_C*.so; needs cuobjdump (pip extra 'lint')
+    python tools/check_sass.py [LIBRARY]      # default: torch_magi/_C*.so; needs cuobjdump and nvdisasm (extra 'lint')
 
-Prints a line per kernel. Fails where a kernel uses local memory, which means that registers spilled or that an
-array is indexed at run time; where the library has no kernels for sm_90a; and where a kernel that was to
-vectorise its copies does not.
+Prints a line per kernel. Fails
+- where a kernel uses local memory: registers spilled, or an array is indexed at run time;
+- where the loop of a kernel with tensor core products waits for both before the softmax, or moves descriptors
+  between register files among the products: ptxas does either without an error;
+- where a kernel that was to copy in whole 16-byte units does not;
+- where the library has no kernels for sm_90a.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*[^;]*);")
 LOCAL_MEMORY = ("LDL", "STL")
+MAX_MOVES = 2  # R2UR among the products of a loop
+# Kernels with more of them: at head_dim 256 the 21 descriptors of a loop do not all stay in uniform registers.
+MOVES = {"Li256ELi256E": 10}
 # Kernel name -> instructions of which it must have one: the copy of whole 16-byte units.
 REQUIRED = {"gather_rowsI5uint4": ("LDG.E.128", "STG.E.128")}
 
@@ -35,13 +41,15 @@ def find_cuobjdump() -> str:
         for folder in sys.path:
             for candidate in Path(folder).glob("nvidia/*/bin/cuobjdump"):
                 return str(candidate)
-        raise SystemExit("cuobjdump was not found; `pip install nvidia-cuda-cuobjdump` brings it")
+        raise SystemExit("cuobjdump was not found; `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm` brings it")
     return found
 
 
 def kernels_of(library: Path) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (architecture, kernel, instructions) of every kernel in a library."""
-    run = subprocess.run([find_cuobjdump(), "-sass", str(library)], capture_output=True, text=True, check=True)
+    run = subprocess.run([find_cuobjdump(), "-sass", str(library)], capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"cuobjdump failed:\n{run.stderr}")
     arch = "?"
     for block in re.split(r"(?=\n\s*Function : |\n\s*code for )", run.stdout):
         header = re.search(r"code for (sm_\w+)", block)
@@ -54,12 +62,31 @@ def kernels_of(library: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 def problems_of(name: str, instructions: list[str]) -> list[str]:
     """Return what is wrong with a kernel."""
-    counts = Counter(op.split(".")[0] for op in instructions)
+    counts = Counter(re.split(r"[.\s]", op)[0] for op in instructions)
     found = [f"{counts[op]} {op}: local memory is used" for op in LOCAL_MEMORY if counts[op]]
     for part, wanted in REQUIRED.items():
         if part in name:
             found += [f"no {op}" for op in wanted if not any(i.startswith(op) for i in instructions)]
+    if counts["HGMMA"]:
+        most = next((n for part, n in MOVES.items() if part in name), MAX_MOVES)
+        found += problems_of_products(instructions, most)
     return found
+
+
+def problems_of_products(instructions: list[str], most_moves: int) -> list[str]:
+    """Return what is wrong with the loop that starts two products and waits for the first alone."""
+
+    def waits_for(op: str, pending: int) -> bool:
+        return op.startswith("WARPGROUP.DEPBAR") and op.rstrip().endswith(f"0x{pending}")
+
+    first_waits = [i for i, op in enumerate(instructions) if waits_for(op, 1)]
+    if len(first_waits) != 1:
+        return [f"{len(first_waits)} waits for the first of two products, expected 1"]
+    end = first_waits[0]
+    begin = max((i for i, op in enumerate(instructions[:end]) if waits_for(op, 0)), default=0)
+    products = [i for i in range(begin, end) if instructions[i].startswith("HGMMA")]
+    moves = sum(instructions[i].startswith("R2UR") for i in range(products[0], end))
+    return [f"{moves} R2UR among the products of the loop"] if moves > most_moves else []
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ import torch
 import torch_magi
 from torch_magi import AttnPlan, PlanConfig, _extension, make_attn_plan, masks
 from torch_magi.masks import AttnMask
-from torch_magi.ops.flex_attn import tile_shapes
+from torch_magi.ops.flex_attn import choose_backend
 from torch_magi.plan.config import Dispatcher
 from torch_magi.viz.plan_picture import plan_to_string, plot_plan
 
@@ -75,17 +75,20 @@ def print_info(_: argparse.Namespace) -> None:
     for operator in OPERATORS:
         found = [device for device in ("cpu", "cuda") if _extension.has_kernel(operator, device)]
         print(f"  {operator:20} {', '.join(found) or 'none'}")
-    print("attention")
+    print("attention (on CUDA: forward)")
     for device in ("cpu", "cuda"):
         print(f"  {device:20} {_attention_on(torch.device(device))}")
 
 
 def _attention_on(device: torch.device) -> str:
-    try:
-        tile_shapes(device, "auto")
-    except NotImplementedError:
-        return "no kernels"
-    return ", ".join(DTYPES)
+    found = []
+    for name in DTYPES:
+        try:
+            choose_backend(device, getattr(torch, name), (128, 128))
+        except NotImplementedError:
+            continue
+        found.append(name)
+    return ", ".join(found) or "no kernels"
 
 
 # --- plan -----------------------------------------------------------------------------------------------

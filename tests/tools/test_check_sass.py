@@ -20,7 +20,8 @@ LISTING = """
 
 
 def test_instructions_are_read_with_their_predicates() -> None:
-    assert check_sass.INSTRUCTION.findall(LISTING) == ["LDC", "LDG.E.128", "STL.64", "STG.E.128"]
+    names = [op.split()[0] for op in check_sass.INSTRUCTION.findall(LISTING)]
+    assert names == ["LDC", "LDG.E.128", "STL.64", "STG.E.128"]
 
 
 def test_problems() -> None:
@@ -28,3 +29,16 @@ def test_problems() -> None:
     assert check_sass.problems_of("any_kernel", instructions) == ["1 STL: local memory is used"]
     assert check_sass.problems_of("gather_rowsI5uint4E", ["LDG.E.64", "STG.E.128"]) == ["no LDG.E.128"]
     assert check_sass.problems_of("gather_rowsI5uint4E", ["LDG.E.128.CONSTANT", "STG.E.128"]) == []
+
+
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"
+WAIT_FIRST, WAIT_BOTH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+def test_loops_of_products() -> None:
+    good = [PRODUCT, WAIT_BOTH, "MUFU.EX2 R1, R2", PRODUCT, "R2UR UR4, R1 ", PRODUCT, WAIT_FIRST, WAIT_BOTH]
+    assert check_sass.problems_of("kernel", good) == []
+    moved = [PRODUCT, WAIT_BOTH, PRODUCT, *["R2UR UR4, R1 "] * 3, PRODUCT, WAIT_FIRST, WAIT_BOTH]
+    assert check_sass.problems_of("kernel", moved) == ["3 R2UR among the products of the loop"]
+    serial = [PRODUCT, WAIT_BOTH, PRODUCT, WAIT_BOTH]
+    assert check_sass.problems_of("kernel", serial) == ["0 waits for the first of two products, expected 1"]

@@ -6,17 +6,18 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-BACKENDS = ("auto", "cpu")
+BACKENDS = ("auto", "cpu", "sm90")
 
 
 class KernelOptions(TypedDict, total=False):
     """Options of the kernels; an unknown key is an error.
 
-    backend: "auto" takes the kernels of the tensors' device; "cpu" insists on the CPU kernels.
+    backend: "auto" takes the kernels of the tensors' device; "cpu" and "sm90" insist on those for the CPU and for
+        GPUs of compute capability 9.0.
     sm_margin: multiprocessors that GPU kernels leave free, for communication beside them; 0 by default.
     """
 
-    backend: Literal["auto", "cpu"]
+    backend: Literal["auto", "cpu", "sm90"]
     sm_margin: int
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_magi._extension import has_kernel
+from torch_magi.ops import sm90
 from torch_magi.ops._library import ATTENTION_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_backward, fake_forward, flex_attn_bwd_tiles, flex_attn_fwd_tiles
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
@@ -48,18 +50,26 @@ lib.define(
 )
 
 
-def tile_shapes(device: torch.device, backend: str) -> TileShapes:
-    """Return the tile shapes of the kernels that serve `device`.
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], asked: str = "auto") -> str:
+    """Return the kernels that serve a forward pass: "cpu" or "sm90".
 
     Raises:
-        NotImplementedError: if no kernel of `backend` serves the device.
+        NotImplementedError: if none do, or not those that were asked for.
     """
-    if backend not in ("auto", device.type) or device.type != "cpu":
+    found = None
+    if device.type == "cpu":
+        found = "cpu"
+    elif device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and sm90.find_instance(*head_dims):
+        built = torch.cuda.is_available() and has_kernel("flex_attn_fwd_tiles", "cuda")
+        found = "sm90" if built and torch.cuda.get_device_capability(device) == (9, 0) else None
+    if found is None or asked not in ("auto", found):
+        name = str(dtype).removeprefix("torch.")
         raise NotImplementedError(
-            f"flex_attn has kernels for the CPU, got backend {backend!r} and tensors on {device}; "
-            "move the tensors to the CPU and use backend='auto' or 'cpu'"
+            f"flex_attn has kernels for the CPU, and forward kernels for GPUs of compute capability 9.0 (bfloat16, "
+            f"float16, head_dim up to 256), got backend {asked!r}, {name} tensors on {device} and head dims {head_dims}"
+            "; `python -m torch_magi info` lists what was built"
         )
-    return CPU_TILES
+    return found
 
 
 def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int) -> None:
@@ -102,10 +112,13 @@ def _forward(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_against_plan(q, k, v, plan, stage)
-    shapes = tile_shapes(q.device, backend)
-    tiles = plan.stages[stage].tiles("q", shapes.q_rows, shapes.q_cols, q.device)
+    part = plan.stages[stage]
+    if choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend) == "sm90":
+        return sm90.forward(q, k, v, plan, part, sink, scale, softcap, out_float32, return_max_logits, sm_margin)
+    rows, cols = CPU_TILES.q_rows, CPU_TILES.q_cols
+    tiles = part.tiles("q", rows, cols, q.device)
     result: tuple[Tensor, Tensor, Tensor] = flex_attn_fwd_tiles(
-        q, k, v, *tiles, sink, shapes.q_rows, shapes.q_cols, scale, softcap, out_float32, return_max_logits
+        q, k, v, *tiles, sink, rows, cols, scale, softcap, out_float32, return_max_logits
     )
     return result
 
@@ -130,8 +143,11 @@ def _backward(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_against_plan(q, k, v, plan, stage)
-    shapes = tile_shapes(q.device, backend)
-    part = plan.stages[stage]
+    if choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend) != "cpu":
+        raise NotImplementedError(
+            f"flex_attn has no backward kernel for {q.device} yet; compute without gradients, or on the CPU"
+        )
+    shapes, part = CPU_TILES, plan.stages[stage]
     q_tiles = part.tiles("q", shapes.q_rows, shapes.q_cols, q.device)
     k_tiles = part.tiles("k", shapes.k_rows, shapes.k_cols, q.device)
     dq, dk, dv, dsink = flex_attn_bwd_tiles(

@@ -23,6 +23,7 @@ from torch_magi.masks import AttnMask
 from torch_magi.plan.config import PlanConfig
 from torch_magi.plan.dispatch import DispatchPlan, IntArray
 
+TileArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 TileTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -30,7 +31,7 @@ class DeviceCache:
     """Tensors made once per key; dropped when pickled."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # making one item may need another
         self._items: dict[Any, Any] = {}
 
     def get(self, key: Any, make: Any) -> Any:
@@ -168,31 +169,56 @@ class StagePlan:
     comm: CommPlan | None
 
     @cached_property
-    def _tiles(self) -> DeviceCache:
+    def _cache(self) -> DeviceCache:
         return DeviceCache()
 
-    def tiles(self, side: str, tile_rows: int, tile_cols: int, device: torch.device) -> TileTensors:
+    def cached(self, key: Any, make: Any) -> Any:
+        """Return what `make()` returned the first time for `key`: what derives from the stage."""
+        return self._cache.get(key, make)
+
+    def tile_arrays(self, side: str, tile_rows: int, tile_cols: int) -> TileArrays:
         """Return the tile plan of one side, built on first use and kept.
 
         Args:
             side: "q" for tiles of query rows over keys, "k" for tiles of keys over query rows.
             tile_rows, tile_cols: shape of a tile, in tokens.
-            device: where the tensors are put.
 
         Returns:
             items int32 [n_items, 8], runs int32 [n_runs, 4], bands int32 [n_bands, 8].
         """
 
-        def make() -> TileTensors:
+        def make() -> TileArrays:
             bands, rows = self.mask.bands, self.mask.shape[0]
             if side == "k":
                 bands, rows = _planner.transpose(bands), self.mask.shape[1]
-            items, runs, tile_bands = _planner.tile_plan(bands, rows, tile_rows, tile_cols)
-            on = [torch.from_numpy(a).to(device) for a in (items, runs, tile_bands)]
-            return on[0], on[1], on[2]
+            return _planner.tile_plan(bands, rows, tile_rows, tile_cols)
 
-        made: TileTensors = self._tiles.get((side, tile_rows, tile_cols, device), make)
+        made: TileArrays = self.cached((side, tile_rows, tile_cols), make)
         return made
+
+    def tiles(self, side: str, tile_rows: int, tile_cols: int, device: torch.device) -> TileTensors:
+        """Return `tile_arrays` as tensors on `device`, uploaded once."""
+
+        def make() -> TileTensors:
+            items, runs, bands = (torch.from_numpy(a).to(device) for a in self.tile_arrays(side, tile_rows, tile_cols))
+            return items, runs, bands
+
+        made: TileTensors = self.cached((side, tile_rows, tile_cols, device), make)
+        return made
+
+    def hidden_keys(self, device: torch.device) -> torch.Tensor | None:
+        """Return which keys no row sees, bool [keys] on `device`; None if there are none."""
+
+        def make() -> tuple[torch.Tensor | None]:
+            rows, keys = self.mask.shape
+            hidden = torch.ones(keys, dtype=torch.bool)
+            for first, last in _planner.key_ranges(self.mask.bands, np.array([[0, rows]], np.int64)).tolist():
+                hidden[first:last] = False
+            return (hidden.to(device) if hidden.any() else None,)
+
+        (made,) = self.cached(("hidden_keys", device), make)
+        found: torch.Tensor | None = made
+        return found
 
 
 class AttnPlan(Frozen):

@@ -1,0 +1,566 @@
+// Attention forward for sm_90a over a tile plan. One block per SM, 384 threads:
+//
+//   warp 0, one thread   loader: TMA loads of Q, K and V tiles
+//   warp 1, one thread   walker: reads the plan some tiles ahead, so that nobody waits for its chain of loads
+//   warps 4-11           two consumer warpgroups, 64 rows of the query tile each, which never wait for each other
+//
+// A consumer starts S = Q K^T of a tile together with O += P V of the tile before, and does the softmax of S
+// while the tensor cores finish the latter. What was measured on an H200 and lost: an order barrier between the
+// warpgroups (+0.5 of 18.3 cycles per key), waiting for P V after the exponentials (+0.6), a softmax reference
+// that follows every new maximum (+1.1).
+#pragma once
+#include <cmath>
+
+#include "../common/row_mask.cuh"
+#include "../ptx/hopper.cuh"
+#include "flex_attn_fwd.h"
+
+namespace magi::cuda::sm90 {
+
+constexpr int kThreads = 384;
+constexpr int kItemSlots = 4, kTileSlots = 8;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kInfinity = INFINITY;
+// How far, in powers of two, a score may grow past the softmax reference of its row before the sums are scaled
+// anew: P is 16-bit and the sums are float32, so 2^8 costs no accuracy. After FlashAttention-4.
+constexpr float kSlack = 8.f;
+
+// A key tile on its way from the walker to the loader and the consumers.
+struct alignas(16) TileDescriptor {
+  int32_t col_start, n_band, band_begin, unused;
+  TileBand first;  // the only band of most partial tiles
+};
+
+template <int DQK, int DV, int BN, int NQ>
+struct Shared {
+  alignas(1024) uint8_t q[NQ][kTileRows * DQK * 2];
+  alignas(1024) uint8_t k[2][BN * DQK * 2];
+  alignas(1024) uint8_t v[2][BN * DV * 2];
+  alignas(8) uint64_t q_full[NQ], q_empty[NQ], k_full[2], k_empty[2], v_full[2], v_empty[2];
+  uint64_t item_full[kItemSlots], item_empty[kItemSlots], tile_full[kTileSlots], tile_empty[kTileSlots];
+  alignas(16) TileItem item[kItemSlots];  // n_tiles -1: the end
+  int32_t head_group[kItemSlots];
+  TileDescriptor tile[kTileSlots];
+};
+
+// --- walker and loader --------------------------------------------------------------------------------------
+
+template <class S>
+MAGI_DEVICE void walk_plan(const ForwardParams& p, S& s, int width) {
+  uint32_t tile = 0;
+  for (uint32_t it = 0;; ++it) {
+    const int work = it == 0 ? int(blockIdx.x) : atomicAdd(p.next_work, 1) + int(gridDim.x);
+    const int slot = it % kItemSlots;
+    barrier_wait(shared_address(&s.item_empty[slot]), ((it / kItemSlots) & 1) ^ 1);
+    if (work >= p.n_work) {
+      s.item[slot].n_tiles = -1;
+      barrier_arrive(shared_address(&s.item_full[slot]));
+      return;
+    }
+    const int group = work / p.n_items;
+    const TileItem item = p.items[work - group * p.n_items];
+    s.item[slot] = item;
+    s.head_group[slot] = group;
+    barrier_arrive(shared_address(&s.item_full[slot]));
+    for (int r = item.run_begin; r < item.run_end; ++r) {
+      const TileRun run = p.runs[r];
+      for (int t = 0; t < run.n_tiles; ++t, ++tile) {
+        const int at = tile % kTileSlots;
+        barrier_wait(shared_address(&s.tile_empty[at]), ((tile / kTileSlots) & 1) ^ 1);
+        TileDescriptor& d = s.tile[at];
+        d.col_start = run.col_start + t * width;
+        d.n_band = run.n_band;
+        d.band_begin = run.band_begin;
+        if (run.n_band) d.first = p.bands[run.band_begin];
+        barrier_arrive(shared_address(&s.tile_full[at]));
+      }
+    }
+  }
+}
+
+// Issues all loads, in the order K0 Q K1 V0 K2 V1 ...
+template <int DQK, int DV, int BN, int NQ>
+MAGI_DEVICE void load_tiles(const ForwardParams& p, Shared<DQK, DV, BN, NQ>& s) {
+  uint32_t tile = 0;  // runs on over all items, as the phases of the barriers do
+  auto load_v = [&](uint32_t t, int kv_head, int key) {
+    const int stage = t & 1;
+    barrier_wait(shared_address(&s.v_empty[stage]), ((t >> 1) & 1) ^ 1);
+    barrier_expect(shared_address(&s.v_full[stage]), BN * DV * 2);
+#pragma unroll
+    for (int d = 0; d < DV / 64; ++d)
+      tma_load(shared_address(s.v[stage]) + d * BN * 128, &p.v, shared_address(&s.v_full[stage]), d * 64, kv_head, key,
+               kEvictLast);
+  };
+  for (uint32_t it = 0;; ++it) {
+    const int q_stage = it % NQ, slot = it % kItemSlots;
+    barrier_wait(shared_address(&s.item_full[slot]), (it / kItemSlots) & 1);
+    const int n = s.item[slot].n_tiles, token = s.item[slot].row0, group = s.head_group[slot];
+    barrier_wait(shared_address(&s.q_empty[q_stage]), ((it / NQ) & 1) ^ 1);
+    // The consumers are done with item it - NQ, and with its slot.
+    if (it >= NQ) barrier_arrive(shared_address(&s.item_empty[(it - NQ) % kItemSlots]));
+    if (n <= 0) {
+      barrier_arrive(shared_address(&s.q_full[q_stage]));
+      if (n < 0) return;
+      continue;
+    }
+    const int kv_head = group / p.groups_per_kv;
+    int previous = 0;
+    for (int t = 0; t < n; ++t, ++tile) {
+      const int stage = tile & 1;
+      barrier_wait(shared_address(&s.tile_full[tile % kTileSlots]), (tile / kTileSlots) & 1);
+      const int key = s.tile[tile % kTileSlots].col_start;
+      barrier_wait(shared_address(&s.k_empty[stage]), ((tile >> 1) & 1) ^ 1);
+      // Q K^T of tile - 2 is done, so all warps had issued it, and had read the descriptor of tile - 3 before.
+      if (tile >= 3) barrier_arrive(shared_address(&s.tile_empty[(tile - 3) % kTileSlots]));
+      barrier_expect(shared_address(&s.k_full[stage]), BN * DQK * 2);
+#pragma unroll
+      for (int d = 0; d < DQK / 64; ++d)
+        tma_load(shared_address(s.k[stage]) + d * BN * 128, &p.k, shared_address(&s.k_full[stage]), d * 64, kv_head,
+                 key, kEvictLast);
+      if (t == 0) {
+        barrier_expect(shared_address(&s.q_full[q_stage]), kTileRows * DQK * 2);
+#pragma unroll
+        for (int d = 0; d < DQK / 64; ++d)
+          tma_load(shared_address(s.q[q_stage]) + d * kTileRows * 128, &p.q, shared_address(&s.q_full[q_stage]), d * 64,
+                   group << p.heads_shift, token, kEvictFirst);
+      } else {
+        load_v(tile - 1, kv_head, previous);
+      }
+      previous = key;
+    }
+    load_v(tile - 1, kv_head, previous);
+  }
+}
+
+// --- consumers ----------------------------------------------------------------------------------------------
+
+// The online softmax of a thread's two rows, in units of the products times scale_log2. Sums and maxima are of
+// this thread's columns only, until the item ends.
+struct RowState {
+  float largest[2];            // product of q and k
+  float reference[2], sum[2];  // sum of exp2(score - reference); reference -inf: nothing seen yet
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = reference[r] = -kInfinity, sum[r] = 0.f;
+  }
+};
+
+// tanh to float32 accuracy, where tanh.approx has 11 bits: logits of 50 * tanh(x) would be off by 0.01. Small x,
+// all that most models ever see, take no special function: the Taylor series has its next term below 2^-24 there.
+constexpr float kSmallTanh = 0.3f;
+MAGI_DEVICE float tanh_of_small(float x) {
+  const float y = x * x;
+  return x * fmaf(y, fmaf(y, fmaf(y, fmaf(y, 62.f / 2835, -17.f / 315), 2.f / 15), -1.f / 3), 1.f);
+}
+MAGI_DEVICE float tanh_of_any(float x) {
+  const float far = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(2.f * kLog2e * x)), 1.f);
+  return fabsf(x) < kSmallTanh ? tanh_of_small(x) : far;
+}
+
+// An item as the consumers see it.
+struct Work {
+  int n_tiles, q_stage, first_token, n_tokens, group;
+  uint32_t q;  // this warpgroup's rows of Q in shared memory
+};
+
+template <bool kBFloat16, int DQK, int DV, int BN, int NQ, bool kSoftcap>
+struct Consumer {
+  using S = Shared<DQK, DV, BN, NQ>;
+  using QK = Wgmma<BN, kBFloat16, 0>;
+  using PV = Wgmma<DV, kBFloat16, 1>;
+  using Masks = RowMask<BN>[2];
+
+  const ForwardParams& p;
+  S& s;
+  const int warp, warpgroup;  // warp: of the warpgroup
+  const int row;              // the first of this thread's rows in the tile; the second is row + 8
+  const int lane_column;
+  const bool leader;
+  uint32_t tile = 0;  // counts the tiles of all items
+  int storing = -1;   // the stage of Q that a TMA store may still be reading
+  float o[DV / 2];
+  uint32_t weights[BN / 4];  // P as an A operand: an accumulator becomes one without any shuffle
+  RowState rows;
+
+  __device__ __forceinline__ Consumer(const ForwardParams& p, S& s)
+      : p(p),
+        s(s),
+        warp(uniform(threadIdx.x / 32) & 3),
+        warpgroup(uniform(threadIdx.x / 128) - 1),
+        row(warpgroup * 64 + warp * 16 + threadIdx.x % 32 / 4),
+        lane_column(2 * (threadIdx.x & 3)),
+        leader(threadIdx.x % 128 == 0) {}
+
+  // Of row r of this thread's two: which of the item's tokens, and which head.
+  __device__ __forceinline__ int token_of(int r) const { return (row + 8 * r) >> p.heads_shift; }
+  __device__ __forceinline__ int head_of(const Work& w, int r) const {
+    return (w.group << p.heads_shift) + ((row + 8 * r) & ((1 << p.heads_shift) - 1));
+  }
+
+  __device__ __forceinline__ void start_scores(float (&scores)[BN / 2], uint32_t q, uint32_t k) {
+    constexpr uint64_t layout = matrix_layout(16);
+    pin(scores);
+    wgmma_fence();
+    const uint64_t a = matrix(q, layout), b = matrix(k, layout);
+#pragma unroll
+    for (int i = 0; i < DQK / 16; ++i)
+      QK::ss(scores, a + (i / 4) * (kTileRows * 128 >> 4) + (i % 4) * 2, b + (i / 4) * (BN * 128 >> 4) + (i % 4) * 2,
+             i != 0);
+    wgmma_commit();
+  }
+  // o and weights must not be touched until it has been waited for.
+  __device__ __forceinline__ void start_output(uint32_t v) {
+    constexpr uint64_t layout = matrix_layout(BN * 128);
+    pin(weights);
+    pin(o);
+    wgmma_fence();
+    const uint64_t b = matrix(v, layout);
+#pragma unroll
+    for (int i = 0; i < BN / 16; ++i) PV::rs(o, weights + 4 * i, b + i * (2048 >> 4), 1);
+    wgmma_commit();
+  }
+
+  // Returns the number of bands: 0 for a tile without hidden pairs, whose masks are not to be used.
+  __device__ __forceinline__ int read_masks(Masks& masks, const Work& w) {
+    const TileDescriptor& d = s.tile[tile % kTileSlots];
+    const int n = d.n_band;
+    if (n) {
+      const int col_start = d.col_start, begin = d.band_begin;
+      TileBand band = d.first;
+      for (int i = 0;;) {
+        masks[0].add(band, w.first_token + token_of(0), col_start, lane_column);
+        masks[1].add(band, w.first_token + token_of(1), col_start, lane_column);
+        if (++i >= n) break;
+        band = p.bands[begin + i];
+      }
+    }
+    return n;
+  }
+
+  // The place of element i of row r in an accumulator.
+  static __device__ __forceinline__ constexpr int element(int i, int r) { return (i / 2) * 4 + (i & 1) + 2 * r; }
+
+  __device__ __forceinline__ void hide(float (&x)[BN / 2], const Masks& masks) {
+#pragma unroll
+    for (int i = 0; i < BN / 4; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) x[element(i, r)] = masks[r].shows(i) ? x[element(i, r)] : -kInfinity;
+  }
+
+  // tanh(before_tanh * x); -1 for -inf.
+  __device__ __forceinline__ void apply_softcap(float (&x)[BN / 2]) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) most = fmaxf(most, fabsf(x[i]));
+    if (__any_sync(~0u, most * p.before_tanh >= kSmallTanh)) {  // so in every tile with hidden pairs
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) x[i] = tanh_of_any(x[i] * p.before_tanh);
+    } else {
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) x[i] = tanh_of_small(x[i] * p.before_tanh);
+    }
+  }
+
+  // The score of a product, in powers of two. Rising, so the largest product has the largest score.
+  __device__ __forceinline__ float score_of(float product) const {
+    if constexpr (kSoftcap)
+      return product == -kInfinity ? product : tanh_of_any(product * p.before_tanh) * p.scale_log2;
+    else
+      return product * p.scale_log2;
+  }
+
+  // Masks a tile and brings the references up to date. True, for the whole warp, if they have changed: then o
+  // must be scaled by `factor`.
+  __device__ __forceinline__ bool update_reference(float (&x)[BN / 2], int n_band, const Masks& masks,
+                                                   float (&factor)[2]) {
+    if (n_band) hide(x, masks);
+    bool grew = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = rows.largest[r];
+#pragma unroll
+      for (int j = 0; j < BN / 8; ++j) most = fmaxf(most, fmaxf(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]));
+      rows.largest[r] = most;
+      grew |= score_of(most) > rows.reference[r] + kSlack;
+    }
+    if constexpr (kSoftcap) {
+      apply_softcap(x);
+      if (n_band) hide(x, masks);
+    }
+    if (!__any_sync(~0u, grew)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = rows.largest[r];
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float reference = score_of(most);
+      factor[r] = exp2_approx(rows.reference[r] - (reference == -kInfinity ? 0.f : reference));
+      rows.reference[r] = reference;
+      rows.sum[r] *= factor[r];
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void exponentiate(const float (&x)[BN / 2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float reference = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < BN / 8; ++j) {
+        const float a = exp2_approx(fmaf(x[4 * j + 2 * r], p.scale_log2, -reference));
+        const float b = exp2_approx(fmaf(x[4 * j + 2 * r + 1], p.scale_log2, -reference));
+        weights[2 * j + r] = pack<kBFloat16>(a, b);
+        sum += a + b;
+      }
+      rows.sum[r] += sum;
+    }
+  }
+
+  __device__ __forceinline__ Work next_work(uint32_t it) {
+    Work w;
+    w.q_stage = it % NQ;
+    barrier_wait(shared_address(&s.q_full[w.q_stage]), (it / NQ) & 1);
+    const int slot = it % kItemSlots;
+    w.first_token = s.item[slot].row0;
+    w.n_tiles = s.item[slot].n_tiles;
+    w.n_tokens = s.item[slot].n_rows;
+    w.group = s.head_group[slot];
+    w.q = uniform(shared_address(s.q[w.q_stage]) + warpgroup * 64 * 128);
+    return w;
+  }
+
+  // Gives the stage of Q back that the last store read. Put off until other work is under way: the wait stalls
+  // a whole warp.
+  __device__ __forceinline__ void release_stored() {
+    if (storing >= 0 && warp == 0 && elect_one()) {
+      tma_store_wait_read();
+      barrier_arrive(shared_address(&s.q_empty[storing]));
+    }
+    storing = -1;
+  }
+
+  __device__ __forceinline__ void first_tile(const Work& w) {
+    float scores[BN / 2], factor[2];
+    Masks masks;
+    const int stage = uniform(tile & 1);
+    barrier_wait(shared_address(&s.k_full[stage]), (tile >> 1) & 1);
+    start_scores(scores, w.q, shared_address(s.k[stage]));
+    const int n_band = read_masks(masks, w);
+    release_stored();
+    wgmma_wait<0>();
+    pin(scores);
+    if (leader) barrier_arrive(shared_address(&s.k_empty[stage]));
+    update_reference(scores, n_band, masks, factor);
+    exponentiate(scores);
+  }
+
+  // Scores of the next tile beside the output of this one.
+  __device__ __forceinline__ void next_tile(const Work& w) {
+    float scores[BN / 2], factor[2];
+    Masks masks;
+    const int v_stage = uniform(tile & 1), k_stage = v_stage ^ 1;
+    const uint32_t v_phase = (tile >> 1) & 1;
+    ++tile;
+    barrier_wait(shared_address(&s.k_full[k_stage]), (tile >> 1) & 1);
+    start_scores(scores, w.q, shared_address(s.k[k_stage]));
+    barrier_wait(shared_address(&s.v_full[v_stage]), v_phase);
+    start_output(shared_address(s.v[v_stage]));
+    const int n_band = read_masks(masks, w);
+    wgmma_wait<1>();
+    pin(scores);
+    // A wgmma is done for the whole warpgroup at once, so one thread may release its operands.
+    if (leader) barrier_arrive(shared_address(&s.k_empty[k_stage]));
+    // After the maximum the output product is as good as done. From there on its registers are free, so that
+    // conversions and scaling fill the gaps between the exponentials. The softcap needs them even earlier.
+    auto finish_output = [&] {
+      wgmma_wait<0>();
+      pin(o);
+      pin(weights);
+      if (leader) barrier_arrive(shared_address(&s.v_empty[v_stage]));
+    };
+    if constexpr (kSoftcap) finish_output();
+    const bool grew = update_reference(scores, n_band, masks, factor);
+    if constexpr (!kSoftcap) finish_output();
+    if (grew) {
+#pragma unroll
+      for (int i = 0; i < DV / 2; ++i) o[i] *= factor[(i >> 1) & 1];
+    }
+    exponentiate(scores);
+  }
+
+  __device__ __forceinline__ void last_output() {
+    const int stage = uniform(tile & 1);
+    barrier_wait(shared_address(&s.v_full[stage]), (tile >> 1) & 1);
+    ++tile;
+    start_output(shared_address(s.v[stage]));
+    wgmma_wait<0>();
+    pin(o);
+    if (leader) barrier_arrive(shared_address(&s.v_empty[stage]));
+  }
+
+  // Sums over the four threads of a row; sink, lse, largest logits; o becomes the output.
+  __device__ __forceinline__ void finish_rows(const Work& w) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int x = 1; x < 4; x *= 2) {
+        rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], x);
+        rows.largest[r] = fmaxf(rows.largest[r], __shfl_xor_sync(~0u, rows.largest[r], x));
+      }
+      const int head = head_of(w, r), token = w.first_token + token_of(r);
+      const bool owned = token_of(r) < w.n_tokens, empty = rows.reference[r] == -kInfinity;
+      float reference = empty ? 0.f : rows.reference[r], sum = rows.sum[r], weight = 1.f;
+      if (p.sink && owned) {
+        const float* sink = p.sink + token * p.sink_row_stride + head;
+        float most = empty ? -kInfinity : reference;
+        for (int t = 0; t < p.n_sink; ++t) most = fmaxf(most, sink[t * p.num_heads_q] * kLog2e);
+        if (most != -kInfinity) {
+          weight = empty ? 0.f : exp2_approx(reference - most);
+          sum *= weight;
+          for (int t = 0; t < p.n_sink; ++t) sum += exp2_approx(sink[t * p.num_heads_q] * kLog2e - most);
+          reference = most;
+        }
+      }
+      weight = sum > 0.f ? weight / sum : 0.f;
+#pragma unroll
+      for (int j = 0; j < DV / 8; ++j) o[4 * j + 2 * r] *= weight, o[4 * j + 2 * r + 1] *= weight;
+      if (!owned || lane_column != 0) continue;
+      p.lse[int64_t(token) * p.num_heads_q + head] = sum > 0.f ? (reference + __log2f(sum)) * kLn2 : -kInfinity;
+      if (p.max_logits && !empty) {  // floats order like their bits, the negative ones backwards
+        const float most = rows.largest[r] * p.scale;
+        if (most >= 0)
+          atomicMax(reinterpret_cast<int*>(p.max_logits + head), __float_as_int(most));
+        else
+          atomicMin(reinterpret_cast<unsigned*>(p.max_logits + head), __float_as_uint(most));
+      }
+    }
+  }
+
+  // Writes the rows from registers: for float32 results, and tiles of which only some tokens exist.
+  __device__ __forceinline__ void store_rows(const Work& w) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (token_of(r) >= w.n_tokens) continue;
+      const int64_t row_at = int64_t(w.first_token + token_of(r)) * p.num_heads_q + head_of(w, r);
+      const int64_t at = row_at * p.head_dim_v + lane_column;
+#pragma unroll
+      for (int j = 0; j < DV / 8; ++j) {
+        if (8 * j + lane_column >= p.head_dim_v) continue;
+        const float a = o[4 * j + 2 * r], b = o[4 * j + 2 * r + 1];
+        if (p.out_float32)
+          *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at + 8 * j) = make_float2(a, b);
+        else
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + 8 * j) = pack<kBFloat16>(a, b);
+      }
+    }
+  }
+
+  // Puts the rows into this warpgroup's half of Q, which nobody reads any more: each warp its 16 rows.
+  __device__ __forceinline__ void stage_rows(uint32_t to) {
+    const int r = warp * 16 + (threadIdx.x & 15), half = threadIdx.x >> 4 & 1;
+#pragma unroll
+    for (int j = 0; j < DV / 16; ++j)
+      store_matrices(to + (j / 4) * kTileRows * 128 + swizzled(r * 128 + ((j % 4) * 2 + half) * 16),
+                     pack<kBFloat16>(o[8 * j], o[8 * j + 1]), pack<kBFloat16>(o[8 * j + 2], o[8 * j + 3]),
+                     pack<kBFloat16>(o[8 * j + 4], o[8 * j + 5]), pack<kBFloat16>(o[8 * j + 6], o[8 * j + 7]));
+  }
+
+  __device__ __forceinline__ void store(const Work& w) {
+    const int barrier = 1 + warpgroup;
+    if (p.out_float32 || (w.n_tokens << p.heads_shift) < kTileRows) {
+      store_rows(w);
+      named_barrier_sync<128>(barrier);
+      if (leader) barrier_arrive(shared_address(&s.q_empty[w.q_stage]));
+      return;
+    }
+    stage_rows(w.q);
+    fence_shared_for_async();
+    named_barrier_sync<128>(barrier);
+    if (warp == 0 && elect_one()) {
+#pragma unroll
+      for (int d = 0; d < DV / 64; ++d)
+        tma_store(&p.out_tile, w.q + d * kTileRows * 128, d * 64, w.group << p.heads_shift,
+                  w.first_token + ((warpgroup * 64) >> p.heads_shift));
+      tma_store_commit();
+    }
+    storing = w.q_stage;
+    if (NQ == 1 || w.n_tiles == 0) release_stored();
+  }
+
+  __device__ __forceinline__ void run() {
+    for (uint32_t it = 0;; ++it) {
+      const Work w = next_work(it);
+      if (w.n_tiles < 0) break;
+      rows.clear();
+#pragma unroll
+      for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
+      if (w.n_tiles > 0) {
+        first_tile(w);
+#pragma unroll 1
+        for (int i = 1; i < w.n_tiles; ++i) next_tile(w);
+        last_output();
+      } else {
+        release_stored();
+      }
+      finish_rows(w);
+      store(w);
+    }
+    if (warp == 0 && elect_one()) tma_store_wait();
+  }
+};
+
+// --- kernel -------------------------------------------------------------------------------------------------
+
+template <bool kBFloat16, int DQK, int DV, int BN, int NQ, bool kSoftcap>
+__global__ void __launch_bounds__(kThreads, 1) flex_attn_fwd(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  using S = Shared<DQK, DV, BN, NQ>;
+  S& s = *reinterpret_cast<S*>(raw);
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp == 0 && elect_one()) {
+    if (shared_address(raw) & 1023) __trap();  // the swizzle needs it
+    auto init = [](uint64_t* barriers, int n, int arrivals) {
+      for (int i = 0; i < n; ++i) barrier_init(shared_address(barriers + i), arrivals);
+    };
+    init(s.q_full, NQ, 1), init(s.q_empty, NQ, 2);
+    init(s.k_full, 2, 1), init(s.k_empty, 2, 2);
+    init(s.v_full, 2, 1), init(s.v_empty, 2, 2);
+    init(s.item_full, kItemSlots, 1), init(s.item_empty, kItemSlots, 1);
+    init(s.tile_full, kTileSlots, 1), init(s.tile_empty, kTileSlots, 1);
+    fence_barrier_init();
+    tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v), tma_prefetch(&p.out_tile);
+  }
+  __syncthreads();
+  // 384 threads x 168 registers = 128 x 40 + 256 x 232. With 24 instead of 40 the walker spills.
+  if (warp < 4) {
+    give_registers<40>();
+    if (warp == 0 && elect_one()) load_tiles<DQK, DV, BN, NQ>(p, s);
+    if (warp == 1 && elect_one()) walk_plan(p, s, BN);
+  } else {
+    take_registers<232>();
+    Consumer<kBFloat16, DQK, DV, BN, NQ, kSoftcap>(p, s).run();
+  }
+}
+
+template <bool kBFloat16, int DQK, int DV, int BN, int NQ, bool kSoftcap>
+cudaError_t launch_instance(const ForwardParams& p, int blocks, cudaStream_t stream) {
+  auto* kernel = flex_attn_fwd<kBFloat16, DQK, DV, BN, NQ, kSoftcap>;
+  constexpr int bytes = sizeof(Shared<DQK, DV, BN, NQ>);
+  static_assert(bytes <= 227 * 1024, "more shared memory than a block may have");
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <int DQK, int DV, int BN, int NQ>
+cudaError_t launch(const ForwardParams& p, bool bfloat16, bool softcap, int blocks, cudaStream_t stream) {
+  if (bfloat16 && softcap) return launch_instance<true, DQK, DV, BN, NQ, true>(p, blocks, stream);
+  if (bfloat16) return launch_instance<true, DQK, DV, BN, NQ, false>(p, blocks, stream);
+  if (softcap) return launch_instance<false, DQK, DV, BN, NQ, true>(p, blocks, stream);
+  return launch_instance<false, DQK, DV, BN, NQ, false>(p, blocks, stream);
+}
+
+}  // namespace magi::cuda::sm90

@@ -1,0 +1,48 @@
+// The forward kernel for sm_90a as its host code sees it: arguments, tile shapes, and a launch per instance.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "tile_plan.h"
+
+namespace magi::cuda::sm90 {
+
+// A query tile has 128 rows: (128 / heads_in_tile) tokens of heads_in_tile query heads that share a KV head.
+constexpr int kTileRows = 128;
+
+struct ForwardParams {
+  CUtensorMap q, k, v;    // [tokens, heads, dim] in boxes of 64 dims x heads x tokens
+  CUtensorMap out_tile;   // of a warpgroup: 64 rows
+  const TileItem* items;  // [n_items] rows are tokens
+  const TileRun* runs;
+  const TileBand* bands;
+  int32_t n_items;        // per group of heads_in_tile heads
+  int32_t n_work;         // n_items * num_heads_q / heads_in_tile
+  int32_t heads_shift;    // log2 of heads_in_tile
+  int32_t groups_per_kv;  // such groups per KV head
+  int32_t num_heads_q;
+  int32_t head_dim_v;
+  int32_t* next_work;  // 0 at launch
+  float scale;         // product -> logit
+  float scale_log2;    // product, with softcap its tanh, -> score, a logit in powers of two
+  float before_tanh;   // product -> argument of tanh
+  void* out;           // [tokens, num_heads_q, head_dim_v], dense; in the input's dtype or float32
+  bool out_float32;
+  float* lse;         // [tokens, num_heads_q]
+  const float* sink;  // null, or [n_sink, num_heads_q] for each row
+  int32_t n_sink;
+  int64_t sink_row_stride;  // 0: the same for all rows
+  float* max_logits;        // null, or [num_heads_q], -inf at launch
+};
+
+// An instance is chosen by the head dims it was built for (tensors may have fewer) and the width of a key tile.
+struct ForwardInstance {
+  int head_dim, head_dim_v, tile_cols;
+  cudaError_t (*launch)(const ForwardParams&, bool bfloat16, bool softcap, int blocks, cudaStream_t);
+};
+
+extern const ForwardInstance kForward64, kForward128, kForward128Wide, kForward192, kForward256;
+
+}  // namespace magi::cuda::sm90

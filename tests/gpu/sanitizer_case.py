@@ -1,0 +1,19 @@
+"""Small calls of every instance of the forward kernel, for compute-sanitizer (tools/gpu_check.sh)."""
+
+from __future__ import annotations
+
+import torch
+
+import torch_magi as magi
+from torch_magi import masks
+
+mask = masks.document([0, 100, 333], total=400) | masks.prefix_lm(400, 400, 40)
+for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+    for dtype, softcap in ((torch.bfloat16, 0.0), (torch.float16, 3.0)):
+        q = torch.randn(400, 4, dims[0], device="cuda").to(dtype)
+        k, v = (torch.randn(400, 2, d, device="cuda").to(dtype) for d in dims)
+        out, aux = magi.flex_flash_attn(
+            q, k, v, mask, softcap=softcap, sink=torch.zeros(1, 4, device="cuda"),
+            return_aux=magi.AuxRequest(lse=True, max_logits=True),
+        )  # fmt: skip
+        print(dims, dtype, out.float().abs().sum().item(), aux.lse.sum().item())
