@@ -48,7 +48,7 @@ def check(
 @pytest.mark.parametrize("name", sorted(NAMED))
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_named_masks(name: str, dims: tuple[int, int]) -> None:
-    check(NAMED[name], dims=dims)
+    check(NAMED[name], dims=dims, seed=1)
 
 
 @pytest.mark.parametrize("tokens", [2048, 8192])
