@@ -14,8 +14,14 @@ import torch_magi
 PACKAGE = Path(torch_magi.__file__).parent
 
 
+# An editable installation would find what a copy lacks.
+ONLY_HERE = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+
+
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", ONLY_HERE + code], cwd=folder, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture

@@ -67,12 +67,13 @@ CUtensorMap tensor_map(const Tensor& x, int64_t heads, int64_t tokens) {
   return map;
 }
 
-const sm90::ForwardInstance& choose_instance(int64_t d, int64_t dv, int64_t tile_cols) {
-  for (const auto* instance :
-       {&sm90::kForward64, &sm90::kForward128, &sm90::kForward128Wide, &sm90::kForward192, &sm90::kForward256})
-    if (d <= instance->head_dim && dv <= instance->head_dim_v && tile_cols == instance->tile_cols) return *instance;
-  STD_TORCH_CHECK(false, "flex_attn has no kernel for sm_90a with head_dim ", d, ", head_dim_v ", dv, " and tiles of ",
-                  tile_cols, " keys");
+const sm90::ForwardInstance& choose_instance(int64_t d, int64_t dv, int64_t tile_cols, bool softcap) {
+  using namespace sm90;
+  for (const ForwardInstance* i : {&kForward64, &kForward64Softcap, &kForward128, &kForward128Wide, &kForward128Softcap,
+                                   &kForward192, &kForward192Softcap, &kForward256, &kForward256Softcap})
+    if (d <= i->head_dim && dv <= i->head_dim_v && tile_cols == i->tile_cols && softcap == i->softcap) return *i;
+  STD_TORCH_CHECK(false, "flex_attn has no kernel for sm_90a with head_dim ", d, ", head_dim_v ", dv, ", tiles of ",
+                  tile_cols, " keys and ", softcap ? "a" : "no", " softcap");
 }
 
 void check_plan(const Tensor& x, const char* name, int64_t width) {
@@ -103,11 +104,12 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
   check_plan(items, "items", 8);
   check_plan(runs, "runs", 4);
   check_plan(bands, "bands", 8);
-  const int64_t heads_in_tile = tile_rows > 0 ? sm90::kTileRows / tile_rows : 0;
+  const auto& instance = choose_instance(d, dv, tile_cols, softcap > 0);
+  const int64_t heads_in_tile = tile_rows > 0 ? instance.rows / tile_rows : 0;
   STD_TORCH_CHECK(heads_in_tile > 0 && heads_in_tile <= 8 && (heads_in_tile & (heads_in_tile - 1)) == 0 &&
-                      heads_in_tile * tile_rows == sm90::kTileRows && (hq / hkv) % heads_in_tile == 0,
-                  "tile_rows must be 128 divided by 1, 2, 4 or 8 heads that share a KV head, got ", tile_rows, " for ",
-                  hq / hkv, " query heads per KV head");
+                      heads_in_tile * tile_rows == instance.rows && (hq / hkv) % heads_in_tile == 0,
+                  "tile_rows must be ", instance.rows, " divided by 1, 2, 4 or 8 heads that share a KV head, got ",
+                  tile_rows, " for ", hq / hkv, " query heads per KV head");
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
   const int32_t device = q_in.get_device_index();
   torch::stable::accelerator::DeviceGuard guard(device);
@@ -137,7 +139,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
   // Without keys no tile is loaded, and a result of float32 is not stored by TMA; maps of nothing do not exist.
   p.k = sk ? tensor_map(k, 1, tile_cols) : p.q;
   p.v = sk ? tensor_map(v, 1, tile_cols) : p.q;
-  p.out_tile = out_float32 ? p.q : tensor_map(out, heads_in_tile, tile_rows / 2);
+  p.out_tile = out_float32 ? p.q : tensor_map(out, heads_in_tile, 64 / heads_in_tile);
   p.items = static_cast<const TileItem*>(items.data_ptr());
   p.runs = static_cast<const TileRun*>(runs.data_ptr());
   p.bands = static_cast<const TileBand*>(bands.data_ptr());
@@ -168,9 +170,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
     p.sink = static_cast<const float*>(sink->data_ptr());
     p.sink_row_stride = per_row ? p.n_sink * hq : 0;
   }
-  const auto& instance = choose_instance(d, dv, tile_cols);
   const int blocks = int(std::min<int64_t>(sms - sm_margin, p.n_work));
-  check_cuda(instance.launch(p, dtype == ScalarType::BFloat16, softcap > 0, blocks, stream), "launching flex_attn_fwd");
+  check_cuda(instance.launch(p, dtype == ScalarType::BFloat16, blocks, stream), "launching flex_attn_fwd");
   return {out, lse, max_logits};
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import (
+from torch.nn.attention.flex_attention import (, flex_attention
     BlockMask,
     and_masks,
     create_block_mask,
@@ -267,3 +267,12 @@ def test_the_check_of_blocks_notices_a_lost_block(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(AssertionError):
         check_block_mask(masks.full(16, 16), 4, 4)
+
+
+def test_compiled_flex_attention_takes_block_masks() -> None:
+    mask = masks.document([0, 100, 256]) | masks.prefix_lm(256, 256, 10)
+    q = torch.randn(1, 2, 256, 16, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    out = compiled(q, q, q, block_mask=mask.to_block_mask())
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask.to_dense())
+    torch.testing.assert_close(out, expected)

@@ -13,11 +13,11 @@ from torch_magi.masks.mask import AttnMask
 from torch_magi.masks.ranges import check_positive
 
 
-def to_mask_mod(mask: AttnMask) -> Callable[..., torch.Tensor]:
+def to_mask_mod(mask: AttnMask, device: torch.device | str = "cpu") -> Callable[..., torch.Tensor]:
     """Return `mask_mod(b, h, q_idx, kv_idx)` with the pairs of a mask.
 
-    It looks up the row's intervals of keys in two captured int32 tables [intervals, sq], where `intervals` is
-    the most that a row has.
+    It looks up the row's intervals of keys in captured int32 tables on `device`: two of [sq] for each interval
+    of the row that has most.
     """
     offsets, intervals = mask.row_intervals()
     counts = np.diff(offsets)
@@ -27,17 +27,11 @@ def to_mask_mod(mask: AttnMask) -> Callable[..., torch.Tensor]:
     rows = np.repeat(np.arange(mask.shape[0]), counts)
     nth = np.arange(len(rows)) - np.repeat(offsets[:-1], counts)
     lo[nth, rows], hi[nth, rows] = intervals[:, 0], intervals[:, 1]
-    tables = [(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(lo, hi, strict=True)]
-    on: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    tables = [(torch.from_numpy(a).to(device), torch.from_numpy(b).to(device)) for a, b in zip(lo, hi, strict=True)]
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-        here = tables
-        if q_idx.device.type != "cpu":
-            if q_idx.device not in on:
-                on[q_idx.device] = [(a.to(q_idx.device), b.to(q_idx.device)) for a, b in tables]
-            here = on[q_idx.device]
         seen = (q_idx < 0) & (kv_idx < 0)
-        for first, last in here:
+        for first, last in tables:
             seen = seen | ((kv_idx >= first[q_idx]) & (kv_idx < last[q_idx]))
         return seen
 
@@ -50,7 +44,7 @@ def to_block_mask(mask: AttnMask, BLOCK_SIZE: int | tuple[int, int], device: tor
     Args:
         mask: the pairs.
         BLOCK_SIZE: rows and keys of a block, one number or two.
-        device: where the block tables are put.
+        device: where the tables are put, and the attention is computed.
 
     Raises:
         TypeError, ValueError: for a BLOCK_SIZE that is no positive number or pair of them.
@@ -91,5 +85,9 @@ def to_block_mask(mask: AttnMask, BLOCK_SIZE: int | tuple[int, int], device: tor
         return counts[None, None].to(device), indices[None, None].to(device)
 
     return BlockMask.from_kv_blocks(
-        *table(partial), *table(full), BLOCK_SIZE=(q_block, k_block), mask_mod=to_mask_mod(mask), seq_lengths=(sq, sk)
+        *table(partial),
+        *table(full),
+        BLOCK_SIZE=(q_block, k_block),
+        mask_mod=to_mask_mod(mask, device),
+        seq_lengths=(sq, sk),
     )

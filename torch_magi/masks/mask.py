@@ -246,11 +246,11 @@ class AttnMask:
             np.array(types, np.int64),
         )
 
-    def to_mask_mod(self) -> Callable[..., torch.Tensor]:
-        """Return the mask as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`; see masks.flex."""
+    def to_mask_mod(self, device: torch.device | str = "cpu") -> Callable[..., torch.Tensor]:
+        """Return the mask as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)` for `device`; see masks.flex."""
         from torch_magi.masks.flex import to_mask_mod
 
-        return to_mask_mod(self)
+        return to_mask_mod(self, device)
 
     def to_block_mask(self, BLOCK_SIZE: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> Any:
         """Return the mask as a FlexAttention `BlockMask`; see masks.flex."""

@@ -13,56 +13,65 @@ from torch_magi.plan.types import StagePlan
 
 Tensor = torch.Tensor
 
-TILE_ROWS = 128  # tokens x query heads that share a KV head
 MAX_HEADS_IN_TILE = 8
 
 
 class Width(NamedTuple):
-    """The keys in a tile, and what a tile and an item cost on an H200, in cycles (times of one block)."""
+    """The keys in a tile, and what a tile and an item cost on an H200, in cycles of a block; 0: nothing to choose."""
 
     keys: int
-    tile: int
-    item: int
+    tile: int = 0
+    item: int = 0
 
 
-# Largest head_dim and head_dim_v -> widths that the kernel was built for (csrc/cuda/sm90).
-INSTANCES = {
-    (64, 64): (Width(128, 1, 1),),
-    (128, 128): (Width(128, 2351, 2540), Width(160, 2851, 2740)),
-    (192, 128): (Width(96, 1, 1),),
-    (256, 256): (Width(80, 1, 1),),
-}
+class Instance(NamedTuple):
+    """What the kernel was built for (csrc/cuda/sm90).
+
+    head_dim, head_dim_v: the largest that fit.
+    softcap: with or without.
+    rows: of a query tile: tokens x query heads that share a KV head.
+    widths: of key tiles.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    softcap: bool
+    rows: int
+    widths: tuple[Width, ...]
+
+
+INSTANCES = (
+    Instance(64, 64, False, 192, (Width(128),)),
+    Instance(64, 64, True, 192, (Width(112),)),
+    Instance(128, 128, False, 128, (Width(128, 2351, 2540), Width(160, 2851, 2740))),
+    Instance(128, 128, True, 192, (Width(80),)),
+    Instance(192, 128, False, 128, (Width(96),)),
+    Instance(192, 128, True, 128, (Width(96),)),
+    Instance(256, 256, False, 128, (Width(80),)),
+    Instance(256, 256, True, 128, (Width(80),)),
+)
 PARTIAL_TILE = 0.2  # what masking adds to a tile, in tiles
 
 
-def find_instance(head_dim: int, head_dim_v: int) -> tuple[Width, ...] | None:
-    """Return the widths of the smallest instance that holds these head dims, or None."""
-    for (d, dv), widths in INSTANCES.items():
-        if head_dim <= d and head_dim_v <= dv:
-            return widths
-    return None
+def find_instance(head_dim: int, head_dim_v: int, softcap: bool = False) -> Instance | None:
+    """Return the smallest instance that holds these head dims, or None."""
+    fitting = (i for i in INSTANCES if head_dim <= i.head_dim and head_dim_v <= i.head_dim_v and softcap == i.softcap)
+    return next(fitting, None)
 
 
-def heads_in_tile(plan: AttnPlan) -> int:
-    """Return how many query heads share a tile: the power of two that divides their number per KV head."""
+def choose_tile(plan: AttnPlan, part: StagePlan, softcap: bool) -> tuple[int, int]:
+    """Return the tokens and keys of a tile: query heads packed as far as they go, and the cheaper width."""
+    instance = find_instance(plan.head_dim, plan.head_dim_v, softcap)
+    assert instance is not None, "choose_backend refuses other head dims"
     ratio = plan.num_heads_q // plan.num_heads_kv
-    return min(ratio & -ratio, MAX_HEADS_IN_TILE)
-
-
-def choose_width(plan: AttnPlan, part: StagePlan) -> int:
-    """Return the width of key tiles that the plan's lists are cheapest with."""
-    widths = find_instance(plan.head_dim, plan.head_dim_v)
-    assert widths is not None, "choose_backend refuses other head dims"
-    if len(widths) == 1:
-        return widths[0].keys
-    rows = TILE_ROWS // heads_in_tile(plan)
+    rows = instance.rows // min(ratio & -ratio, MAX_HEADS_IN_TILE)
 
     def cost(width: Width) -> float:
         items, runs, _ = part.tile_arrays("q", rows, width.keys)
         partial = runs[runs[:, 3] > 0, 1].sum()
         return float(width.tile * (items[:, 4].sum() + PARTIAL_TILE * partial) + width.item * len(items))
 
-    return min(widths, key=cost).keys
+    return rows, min(instance.widths, key=cost).keys
 
 
 def forward(
@@ -88,10 +97,9 @@ def forward(
         v = v.masked_fill(hidden[:, None, None], 0.0)
     dim_v = v.shape[2]
     q, k, v = (pad(x, (0, -x.shape[2] % 8)) if x.shape[2] % 8 else x for x in (q, k, v))
-    rows = TILE_ROWS // heads_in_tile(plan)
-    width: int = part.cached(("sm90", rows), lambda: choose_width(plan, part))
-    tiles = part.tiles("q", rows, width, q.device)
+    rows, keys = part.cached(("sm90 tile", softcap > 0), lambda: choose_tile(plan, part, softcap > 0))
+    tiles = part.tiles("q", rows, keys, q.device)
     out, lse, max_logits = flex_attn_fwd_tiles(
-        q, k, v, *tiles, sink, rows, width, scale, softcap, out_float32, return_max_logits, sm_margin
+        q, k, v, *tiles, sink, rows, keys, scale, softcap, out_float32, return_max_logits, sm_margin
     )
     return out[..., :dim_v], lse, max_logits

@@ -1,8 +1,9 @@
-// Attention forward for sm_90a over a tile plan. One block per SM, 384 threads:
+// Attention forward for sm_90a over a tile plan. One block per SM:
 //
 //   warp 0, one thread   loader: TMA loads of Q, K and V tiles
 //   warp 1, one thread   walker: reads the plan some tiles ahead, so that nobody waits for its chain of loads
-//   warps 4-11           two consumer warpgroups, 64 rows of the query tile each, which never wait for each other
+//   warps 4 and up       two or three consumer warpgroups, 64 rows of the query tile each, which never wait for
+//                        each other
 //
 // A consumer starts S = Q K^T of a tile together with O += P V of the tile before, and does the softmax of S
 // while the tensor cores finish the latter. What was measured on an H200 and lost: an order barrier between the
@@ -17,7 +18,6 @@
 
 namespace magi::cuda::sm90 {
 
-constexpr int kThreads = 384;
 constexpr int kItemSlots = 4, kTileSlots = 8;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = INFINITY;
@@ -31,9 +31,19 @@ struct alignas(16) TileDescriptor {
   TileBand first;  // the only band of most partial tiles
 };
 
-template <int DQK, int DV, int BN, int NQ>
+// What an instance is made for: head dims, keys in a tile, stages of Q, consumer warpgroups.
+template <int kHeadDim, int kHeadDimV, int kTileCols, int kStagesOfQ, int kWarpgroups>
+struct Shape {
+  static constexpr int DQK = kHeadDim, DV = kHeadDimV, BN = kTileCols, NQ = kStagesOfQ, W = kWarpgroups;
+  static constexpr int kRows = 64 * W, kThreads = 128 * (W + 1);
+  // Registers of a thread: the pool is what the launch gave to all. With fewer the walker spills.
+  static constexpr int kProducerRegisters = W == 2 ? 40 : 32, kConsumerRegisters = W == 2 ? 232 : 160;
+};
+
+template <class Shape>
 struct Shared {
-  alignas(1024) uint8_t q[NQ][kTileRows * DQK * 2];
+  static constexpr int DQK = Shape::DQK, DV = Shape::DV, BN = Shape::BN, NQ = Shape::NQ;
+  alignas(1024) uint8_t q[NQ][Shape::kRows * DQK * 2];
   alignas(1024) uint8_t k[2][BN * DQK * 2];
   alignas(1024) uint8_t v[2][BN * DV * 2];
   alignas(8) uint64_t q_full[NQ], q_empty[NQ], k_full[2], k_empty[2], v_full[2], v_empty[2];
@@ -79,8 +89,9 @@ MAGI_DEVICE void walk_plan(const ForwardParams& p, S& s, int width) {
 }
 
 // Issues all loads, in the order K0 Q K1 V0 K2 V1 ...
-template <int DQK, int DV, int BN, int NQ>
-MAGI_DEVICE void load_tiles(const ForwardParams& p, Shared<DQK, DV, BN, NQ>& s) {
+template <class Shape>
+MAGI_DEVICE void load_tiles(const ForwardParams& p, Shared<Shape>& s) {
+  constexpr int DQK = Shape::DQK, DV = Shape::DV, BN = Shape::BN, NQ = Shape::NQ;
   uint32_t tile = 0;  // runs on over all items, as the phases of the barriers do
   auto load_v = [&](uint32_t t, int kv_head, int key) {
     const int stage = t & 1;
@@ -118,11 +129,11 @@ MAGI_DEVICE void load_tiles(const ForwardParams& p, Shared<DQK, DV, BN, NQ>& s) 
         tma_load(shared_address(s.k[stage]) + d * BN * 128, &p.k, shared_address(&s.k_full[stage]), d * 64, kv_head,
                  key, kEvictLast);
       if (t == 0) {
-        barrier_expect(shared_address(&s.q_full[q_stage]), kTileRows * DQK * 2);
+        barrier_expect(shared_address(&s.q_full[q_stage]), Shape::kRows * DQK * 2);
 #pragma unroll
         for (int d = 0; d < DQK / 64; ++d)
-          tma_load(shared_address(s.q[q_stage]) + d * kTileRows * 128, &p.q, shared_address(&s.q_full[q_stage]), d * 64,
-                   group << p.heads_shift, token, kEvictFirst);
+          tma_load(shared_address(s.q[q_stage]) + d * Shape::kRows * 128, &p.q, shared_address(&s.q_full[q_stage]),
+                   d * 64, group << p.heads_shift, token, kEvictFirst);
       } else {
         load_v(tile - 1, kv_head, previous);
       }
@@ -164,9 +175,10 @@ struct Work {
   uint32_t q;  // this warpgroup's rows of Q in shared memory
 };
 
-template <bool kBFloat16, int DQK, int DV, int BN, int NQ, bool kSoftcap>
+template <class Shape, bool kBFloat16, bool kSoftcap>
 struct Consumer {
-  using S = Shared<DQK, DV, BN, NQ>;
+  static constexpr int DQK = Shape::DQK, DV = Shape::DV, BN = Shape::BN, NQ = Shape::NQ, kTileRows = Shape::kRows;
+  using S = Shared<Shape>;
   using QK = Wgmma<BN, kBFloat16, 0>;
   using PV = Wgmma<DV, kBFloat16, 1>;
   using Masks = RowMask<BN>[2];
@@ -513,10 +525,11 @@ struct Consumer {
 
 // --- kernel -------------------------------------------------------------------------------------------------
 
-template <bool kBFloat16, int DQK, int DV, int BN, int NQ, bool kSoftcap>
-__global__ void __launch_bounds__(kThreads, 1) flex_attn_fwd(const __grid_constant__ ForwardParams p) {
+template <class Shape, bool kBFloat16, bool kSoftcap>
+__global__ void __launch_bounds__(Shape::kThreads, 1) flex_attn_fwd(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  using S = Shared<DQK, DV, BN, NQ>;
+  constexpr int NQ = Shape::NQ, W = Shape::W;
+  using S = Shared<Shape>;
   S& s = *reinterpret_cast<S*>(raw);
   const int warp = uniform(threadIdx.x / 32);
   if (warp == 0 && elect_one()) {
@@ -524,43 +537,45 @@ __global__ void __launch_bounds__(kThreads, 1) flex_attn_fwd(const __grid_consta
     auto init = [](uint64_t* barriers, int n, int arrivals) {
       for (int i = 0; i < n; ++i) barrier_init(shared_address(barriers + i), arrivals);
     };
-    init(s.q_full, NQ, 1), init(s.q_empty, NQ, 2);
-    init(s.k_full, 2, 1), init(s.k_empty, 2, 2);
-    init(s.v_full, 2, 1), init(s.v_empty, 2, 2);
+    init(s.q_full, NQ, 1), init(s.q_empty, NQ, W);
+    init(s.k_full, 2, 1), init(s.k_empty, 2, W);
+    init(s.v_full, 2, 1), init(s.v_empty, 2, W);
     init(s.item_full, kItemSlots, 1), init(s.item_empty, kItemSlots, 1);
     init(s.tile_full, kTileSlots, 1), init(s.tile_empty, kTileSlots, 1);
     fence_barrier_init();
     tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v), tma_prefetch(&p.out_tile);
   }
   __syncthreads();
-  // 384 threads x 168 registers = 128 x 40 + 256 x 232. With 24 instead of 40 the walker spills.
   if (warp < 4) {
-    give_registers<40>();
-    if (warp == 0 && elect_one()) load_tiles<DQK, DV, BN, NQ>(p, s);
-    if (warp == 1 && elect_one()) walk_plan(p, s, BN);
+    give_registers<Shape::kProducerRegisters>();
+    if (warp == 0 && elect_one()) load_tiles<Shape>(p, s);
+    if (warp == 1 && elect_one()) walk_plan(p, s, Shape::BN);
   } else {
-    take_registers<232>();
-    Consumer<kBFloat16, DQK, DV, BN, NQ, kSoftcap>(p, s).run();
+    take_registers<Shape::kConsumerRegisters>();
+    Consumer<Shape, kBFloat16, kSoftcap>(p, s).run();
   }
 }
 
-template <bool kBFloat16, int DQK, int DV, int BN, int NQ, bool kSoftcap>
+template <class Shape, bool kBFloat16, bool kSoftcap>
 cudaError_t launch_instance(const ForwardParams& p, int blocks, cudaStream_t stream) {
-  auto* kernel = flex_attn_fwd<kBFloat16, DQK, DV, BN, NQ, kSoftcap>;
-  constexpr int bytes = sizeof(Shared<DQK, DV, BN, NQ>);
+  auto* kernel = flex_attn_fwd<Shape, kBFloat16, kSoftcap>;
+  constexpr int bytes = sizeof(Shared<Shape>);
   static_assert(bytes <= 227 * 1024, "more shared memory than a block may have");
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, kThreads, bytes, stream>>>(p);
+  kernel<<<blocks, Shape::kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <int DQK, int DV, int BN, int NQ>
-cudaError_t launch(const ForwardParams& p, bool bfloat16, bool softcap, int blocks, cudaStream_t stream) {
-  if (bfloat16 && softcap) return launch_instance<true, DQK, DV, BN, NQ, true>(p, blocks, stream);
-  if (bfloat16) return launch_instance<true, DQK, DV, BN, NQ, false>(p, blocks, stream);
-  if (softcap) return launch_instance<false, DQK, DV, BN, NQ, true>(p, blocks, stream);
-  return launch_instance<false, DQK, DV, BN, NQ, false>(p, blocks, stream);
+template <class Shape, bool kSoftcap>
+cudaError_t launch(const ForwardParams& p, bool bfloat16, int blocks, cudaStream_t stream) {
+  if (bfloat16) return launch_instance<Shape, true, kSoftcap>(p, blocks, stream);
+  return launch_instance<Shape, false, kSoftcap>(p, blocks, stream);
+}
+
+template <class Shape, bool kSoftcap>
+constexpr ForwardInstance instance_of() {
+  return {Shape::DQK, Shape::DV, Shape::kRows, Shape::BN, kSoftcap, launch<Shape, kSoftcap>};
 }
 
 }  // namespace magi::cuda::sm90

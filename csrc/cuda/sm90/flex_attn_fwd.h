@@ -9,8 +9,7 @@
 
 namespace magi::cuda::sm90 {
 
-// A query tile has 128 rows: (128 / heads_in_tile) tokens of heads_in_tile query heads that share a KV head.
-constexpr int kTileRows = 128;
+// A query tile has 128 or 192 rows: tokens x heads_in_tile query heads that share a KV head.
 
 struct ForwardParams {
   CUtensorMap q, k, v;    // [tokens, heads, dim] in boxes of 64 dims x heads x tokens
@@ -37,12 +36,15 @@ struct ForwardParams {
   float* max_logits;        // null, or [num_heads_q], -inf at launch
 };
 
-// An instance is chosen by the head dims it was built for (tensors may have fewer) and the width of a key tile.
+// An instance is chosen by the head dims it was built for (tensors may have fewer), the width of a key tile, and
+// whether it has a softcap.
 struct ForwardInstance {
-  int head_dim, head_dim_v, tile_cols;
-  cudaError_t (*launch)(const ForwardParams&, bool bfloat16, bool softcap, int blocks, cudaStream_t);
+  int head_dim, head_dim_v, rows, tile_cols;
+  bool softcap;
+  cudaError_t (*launch)(const ForwardParams&, bool bfloat16, int blocks, cudaStream_t);
 };
 
-extern const ForwardInstance kForward64, kForward128, kForward128Wide, kForward192, kForward256;
+extern const ForwardInstance kForward64, kForward64Softcap, kForward128, kForward128Wide, kForward128Softcap,
+    kForward192, kForward192Softcap, kForward256, kForward256Softcap;
 
 }  // namespace magi::cuda::sm90

@@ -3,6 +3,7 @@
 
 namespace magi::cuda::sm90 {
 
-const ForwardInstance kForward192{192, 128, 96, launch<192, 128, 96, 2>};
+const ForwardInstance kForward192 = instance_of<Shape<192, 128, 96, 2, 2>, false>();
+const ForwardInstance kForward192Softcap = instance_of<Shape<192, 128, 96, 2, 2>, true>();
 
 }  // namespace magi::cuda::sm90

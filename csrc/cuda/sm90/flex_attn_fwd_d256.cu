@@ -3,6 +3,7 @@
 
 namespace magi::cuda::sm90 {
 
-const ForwardInstance kForward256{256, 256, 80, launch<256, 256, 80, 1>};
+const ForwardInstance kForward256 = instance_of<Shape<256, 256, 80, 1, 2>, false>();
+const ForwardInstance kForward256Softcap = instance_of<Shape<256, 256, 80, 1, 2>, true>();
 
 }  // namespace magi::cuda::sm90
