@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import (, flex_attention
+from torch.nn.attention.flex_attention import (
     BlockMask,
     and_masks,
     create_block_mask,
