@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import torch_magi as magi
 from torch_magi import masks
@@ -310,6 +311,18 @@ def test_transforms_are_refused() -> None:
         torch.vmap(lambda q: magi.flex_flash_attn(q, Q, Q, MASK))(Q[None])
     with pytest.raises(NotImplementedError, match="no forward-mode"):
         torch.func.jvp(lambda q: magi.flex_flash_attn(q, Q, Q, MASK), (Q,), (Q,))
+    with pytest.raises(NotImplementedError, match=r"no torch.func.grad or vjp"):
+        torch.func.grad(lambda q: magi.flex_flash_attn(q, Q, Q, MASK).sum())(Q)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 2, 16, generator=gen, requires_grad=True)
+    (expected,) = torch.autograd.grad(magi.flex_flash_attn(x, x, x, MASK).square().sum(), x)
+    out = torch.utils.checkpoint.checkpoint(lambda t: magi.flex_flash_attn(t, t, t, MASK), x, use_reentrant=reentrant)
+    out.square().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, expected)
 
 
 def test_double_backward_is_refused() -> None:

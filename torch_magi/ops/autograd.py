@@ -14,13 +14,17 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
     """Return whether a backward pass has to be recorded for a call with these tensors.
 
     Raises:
-        NotImplementedError: if one of them carries a forward-mode tangent, which would be lost.
+        NotImplementedError: if one of them carries a forward-mode tangent, which would be lost, or is
+            differentiated by a transform of torch.func.
     """
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise NotImplementedError("torch_magi has no forward-mode derivatives (jvp); use backward")
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if wanted and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("torch_magi has no torch.func.grad or vjp; use backward or torch.autograd.grad")
+    return wanted
 
 
 def refuse_vmap(name: str) -> None:
