@@ -271,8 +271,8 @@ def test_the_check_of_blocks_notices_a_lost_block(monkeypatch: pytest.MonkeyPatc
 
 def test_compiled_flex_attention_takes_block_masks() -> None:
     mask = masks.document([0, 100, 256]) | masks.prefix_lm(256, 256, 10)
-    q = torch.randn(1, 2, 256, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(3, 1, 2, 256, 16, generator=torch.Generator().manual_seed(0))
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    out = compiled(q, q, q, block_mask=mask.to_block_mask())
-    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask.to_dense())
+    out = compiled(q, k, v, block_mask=mask.to_block_mask())
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.to_dense())
     torch.testing.assert_close(out, expected)
