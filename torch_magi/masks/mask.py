@@ -247,14 +247,14 @@ class AttnMask:
         )
 
     def to_mask_mod(self, device: torch.device | str = "cpu") -> Callable[..., torch.Tensor]:
-        """Return the mask as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)` for `device`; see masks.flex."""
-        from torch_magi.masks.flex import to_mask_mod
+        """Return the mask as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)` for `device`; see masks.mask_mod."""
+        from torch_magi.masks.mask_mod import to_mask_mod
 
         return to_mask_mod(self, device)
 
     def to_block_mask(self, BLOCK_SIZE: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> Any:
-        """Return the mask as a FlexAttention `BlockMask`; see masks.flex."""
-        from torch_magi.masks.flex import to_block_mask
+        """Return the mask as a FlexAttention `BlockMask`; see masks.mask_mod."""
+        from torch_magi.masks.mask_mod import to_block_mask
 
         return to_block_mask(self, BLOCK_SIZE, device)
 
