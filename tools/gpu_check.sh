@@ -23,7 +23,7 @@ for step in $steps; do
   case $step in
     tests) timeout 240 python3 -m pytest tests/gpu -q --no-header --show-capture=no --durations=5 --maxfail=40 2>&1 | tail -60 ;;
     sanitizer)
-      for tool in memcheck synccheck; do
+      for tool in memcheck synccheck racecheck; do
         echo "--- $tool"
         timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 python3 tests/gpu/sanitizer_case.py 2>&1 | tail -8
       done ;;
