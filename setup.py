@@ -44,6 +44,7 @@ HEADERS = [
     "csrc/cpu/attention_tiles.h",
     "csrc/cuda/common/row_mask.cuh",
     "csrc/cuda/ptx/hopper.cuh",
+    "csrc/cuda/ptx/layout.cuh",
     "csrc/cuda/ptx/wgmma.cuh",
     "csrc/cuda/sm90/flex_attn_fwd.cuh",
     "csrc/cuda/sm90/flex_attn_fwd.h",

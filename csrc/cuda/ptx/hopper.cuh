@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "layout.cuh"
 #include "wgmma.cuh"
 
 namespace magi::cuda {
@@ -113,14 +114,6 @@ MAGI_DEVICE void pin(uint32_t (&r)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
-// Descriptors of matrices in shared memory: panels of rows of 128 bytes, swizzled, aligned to 1024 bytes.
-//   K contiguous:  panels along K; 8 rows are 1024 bytes apart; the first argument is ignored.
-//   N contiguous:  panels along N, `panel_bytes` apart; 8 steps of K are 1024 bytes apart.
-__host__ __device__ constexpr uint64_t matrix_layout(uint32_t panel_bytes) {
-  return (uint64_t(panel_bytes >> 4) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
-}
-MAGI_DEVICE uint64_t matrix(uint32_t address, uint64_t layout) { return layout | ((address & 0x3FFFF) >> 4); }
-
 // --- conversions --------------------------------------------------------------------------------------------
 
 MAGI_DEVICE float exp2_approx(float x) {
@@ -147,14 +140,6 @@ MAGI_DEVICE void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
-}
-// The place of a byte of a panel after the 128-byte swizzle.
-MAGI_DEVICE uint32_t swizzled(uint32_t byte) { return byte ^ ((byte >> 3) & 0x70); }
-// Shift left where amounts of 32 and more give 0, unlike in C++.
-MAGI_DEVICE uint32_t shift_left(uint32_t x, uint32_t by) {
-  uint32_t r;
-  asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(by));
-  return r;
 }
 
 }  // namespace magi::cuda

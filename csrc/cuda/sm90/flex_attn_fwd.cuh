@@ -200,8 +200,8 @@ struct Consumer {
         s(s),
         warp(uniform(threadIdx.x / 32) & 3),
         warpgroup(uniform(threadIdx.x / 128) - 1),
-        row(warpgroup * 64 + warp * 16 + threadIdx.x % 32 / 4),
-        lane_column(2 * (threadIdx.x & 3)),
+        row(warpgroup * 64 + first_row(warp, threadIdx.x % 32)),
+        lane_column(first_column(threadIdx.x)),
         leader(threadIdx.x % 128 == 0) {}
 
   // Of row r of this thread's two: which of the item's tokens, and which head.
@@ -217,8 +217,7 @@ struct Consumer {
     const uint64_t a = matrix(q, layout), b = matrix(k, layout);
 #pragma unroll
     for (int i = 0; i < DQK / 16; ++i)
-      QK::ss(scores, a + (i / 4) * (kTileRows * 128 >> 4) + (i % 4) * 2, b + (i / 4) * (BN * 128 >> 4) + (i % 4) * 2,
-             i != 0);
+      QK::ss(scores, a + k_contiguous_step(i, kTileRows), b + k_contiguous_step(i, BN), i != 0);
     wgmma_commit();
   }
   // o and weights must not be touched until it has been waited for.
@@ -229,7 +228,7 @@ struct Consumer {
     wgmma_fence();
     const uint64_t b = matrix(v, layout);
 #pragma unroll
-    for (int i = 0; i < BN / 16; ++i) PV::rs(o, weights + 4 * i, b + i * (2048 >> 4), 1);
+    for (int i = 0; i < BN / 16; ++i) PV::rs(o, weights + 4 * i, b + n_contiguous_step(i), 1);
     wgmma_commit();
   }
 
@@ -250,14 +249,14 @@ struct Consumer {
     return n;
   }
 
-  // The place of element i of row r in an accumulator.
-  static __device__ __forceinline__ constexpr int element(int i, int r) { return (i / 2) * 4 + (i & 1) + 2 * r; }
-
   __device__ __forceinline__ void hide(float (&x)[BN / 2], const Masks& masks) {
 #pragma unroll
     for (int i = 0; i < BN / 4; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) x[element(i, r)] = masks[r].shows(i) ? x[element(i, r)] : -kInfinity;
+      for (int r = 0; r < 2; ++r) {
+        const int at = accumulator_index(i, r);
+        x[at] = masks[r].shows(i) ? x[at] : -kInfinity;
+      }
   }
 
   // tanh(before_tanh * x); -1 for -inf.
