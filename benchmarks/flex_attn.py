@@ -6,11 +6,15 @@
 TFLOP/s: 4 * visible pairs * query heads * head_dim floating point operations, divided by the median time.
 Candidates run in shuffled turns, each call after 1 ms of other work with L2 overwritten. The card is power
 limited: compare within a row, by ratio to the matrix product of that row.
+
+fa4 and flex_flash need flash-attn-4. A peer that is not there, does not take a mask, or whose output is not
+torch_magi's is left out, with a line that says why.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -19,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
@@ -27,9 +32,12 @@ from torch.nn.functional import scaled_dot_product_attention
 import torch_magi as magi
 from torch_magi.masks import AttnMask
 from torch_magi.testing import YARDSTICK_MASKS
+from torch_magi.testing.cases import yardstick_documents
 
 GPU = torch.device("cuda")
 MATMUL = 8192
+FA4_BLOCK = (128, 128)
+SAME = 2e-2  # relative Frobenius error
 Call = Callable[[], Any]
 
 
@@ -66,30 +74,149 @@ class Timer:
         return {name: statistics.median(found) for name, found in times.items()}
 
 
+def packed(out: torch.Tensor) -> torch.Tensor:
+    """Return [1, heads, tokens, dim] as [tokens, heads, dim], without a copy."""
+    return out[0].transpose(0, 1)
+
+
+def cudnn(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) -> Call:
+    """Return a call of cuDNN through scaled_dot_product_attention."""
+    if name not in ("full", "causal") or softcap:
+        raise NotImplementedError("takes the masks full and causal only, and no softcap")
+    q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return packed(scaled_dot_product_attention(q, k, v, is_causal=name == "causal", enable_gqa=True))
+
+    return call
+
+
+def flex(
+    mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float, kernel_options: dict[str, Any] | None = None
+) -> Call:
+    """Return a call of compiled flex_attention, with Triton kernels unless the options say otherwise."""
+    if softcap:
+        raise NotImplementedError("is timed here without a softcap only")
+    q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    block_mask = mask.to_block_mask(device=GPU)
+    return lambda: packed(compiled(q, k, v, block_mask=block_mask, enable_gqa=True, kernel_options=kernel_options))
+
+
+def flex_flash(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) -> Call:
+    """Return a call of compiled flex_attention with the kernels of FlashAttention 4."""
+    import flash_attn.cute  # noqa: F401
+
+    return flex(mask, name, qkv, softcap, {"BACKEND": "FLASH"})
+
+
+def fa4(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) -> Call:
+    """Return a call of FlashAttention 4: its dense or variable-length form, else its block-sparse one."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    tokens = mask.shape[0]
+    batched = [x[None] for x in qkv]
+    if name in ("full", "causal"):
+        return lambda: flash_attn_func(*batched, causal=name == "causal", softcap=softcap)[0][0]
+    if name == "sliding_causal":
+        # Its window reaches as many keys back as the first row that sees key 0 no more.
+        offsets, intervals = mask.row_intervals()
+        window = (int((intervals[offsets[:-1], 0] == 0).sum()) - 1, 0)
+        return lambda: flash_attn_func(*batched, window_size=window, softcap=softcap)[0][0]
+    if name in ("varlen_full", "varlen_causal"):
+        edges = yardstick_documents(tokens)
+        cu, longest = torch.tensor(edges, dtype=torch.int32, device=GPU), int((edges[1:] - edges[:-1]).max())
+        kwargs = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        causal = name == "varlen_causal"
+        return lambda: flash_attn_varlen_func(*qkv, **kwargs, causal=causal, softcap=softcap)[0]
+
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    if tokens % FA4_BLOCK[0]:
+        raise NotImplementedError(f"its tables end with the last row: tokens must be a multiple of {FA4_BLOCK[0]}")
+    found = mask.to_block_mask(FA4_BLOCK, GPU)
+    sparse = BlockSparseTensorsTorch(
+        found.kv_num_blocks,
+        found.kv_indices,
+        found.full_kv_num_blocks,
+        found.full_kv_indices,
+        block_size=FA4_BLOCK,
+    )
+    tables = row_tables(mask)
+    how = {"mask_mod": fa4_mask_mod(len(tables) // 2), "aux_tensors": tables, "block_sparse_tensors": sparse}
+    return lambda: flash_attn_func(*batched, **how, softcap=softcap)[0][0]
+
+
+def row_tables(mask: AttnMask) -> list[torch.Tensor]:
+    """Return the begins and the ends of each row's first interval of keys, then of its second, and so on."""
+    offsets, intervals = mask.row_intervals()
+    counts = np.diff(offsets)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(rows)) - np.repeat(offsets[:-1], counts)
+    tables = np.zeros((int(counts.max()), 2, len(counts)), np.int32)
+    tables[nth, :, rows] = intervals
+    return [torch.tensor(x, device=GPU) for table in tables for x in table]
+
+
+@functools.cache
+def fa4_mask_mod(intervals: int) -> Any:
+    """Return a mask_mod in FlashAttention 4's language, for rows of one or two intervals of keys."""
+    import cutlass
+    import cutlass.cute as cute
+    from flash_attn.cute.utils import scalar_to_ssa
+
+    if intervals == 1:
+
+        @cute.jit
+        def mask_mod(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+            lo = scalar_to_ssa(aux_tensors[0][m_idx[0]], cutlass.Int32)
+            hi = scalar_to_ssa(aux_tensors[1][m_idx[0]], cutlass.Int32)
+            return (n_idx >= lo) & (n_idx < hi)
+
+    elif intervals == 2:
+
+        @cute.jit
+        def mask_mod(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+            lo = scalar_to_ssa(aux_tensors[0][m_idx[0]], cutlass.Int32)
+            hi = scalar_to_ssa(aux_tensors[1][m_idx[0]], cutlass.Int32)
+            lo2 = scalar_to_ssa(aux_tensors[2][m_idx[0]], cutlass.Int32)
+            hi2 = scalar_to_ssa(aux_tensors[3][m_idx[0]], cutlass.Int32)
+            return ((n_idx >= lo) & (n_idx < hi)) | ((n_idx >= lo2) & (n_idx < hi2))
+
+    else:
+        raise NotImplementedError("is timed here for rows of one or two intervals of keys")
+    return mask_mod
+
+
+PEERS = {"cudnn": cudnn, "flex": flex, "flex_flash": flex_flash, "fa4": fa4}
+
+
 def candidates(
     mask: AttnMask, name: str, heads: tuple[int, int], dim: int, peers: list[str], options: dict[str, Any]
-) -> dict[str, Call]:
-    """Return what is timed for a mask, by name."""
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """Return what is timed for a mask, by name, and why each other peer is not."""
     gen = torch.Generator(GPU).manual_seed(0)
     tokens = mask.shape[0]
-    q, k, v = (
-        torch.randn(tokens, h, dim, generator=gen, device=GPU).bfloat16() for h in (heads[0], heads[1], heads[1])
-    )
+    qkv = [torch.randn(tokens, h, dim, generator=gen, device=GPU).bfloat16() for h in (heads[0], heads[1], heads[1])]
     plan = magi.make_attn_plan(mask, *heads, dim, device=GPU)
-    calls: dict[str, Call] = {"torch_magi": lambda: magi.flex_flash_attn(q, k, v, plan, **options)}
-    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    if "cudnn" in peers and name in ("full", "causal"):
-
-        def cudnn() -> torch.Tensor:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return scaled_dot_product_attention(*heads_first, is_causal=name == "causal", enable_gqa=True)
-
-        calls["cudnn"] = cudnn
-    if "flex" in peers:
-        compiled = torch.compile(flex_attention, dynamic=False)
-        block_mask = mask.to_block_mask(device=GPU)
-        calls["flex"] = lambda: compiled(*heads_first, block_mask=block_mask, enable_gqa=True)
-    return calls
+    calls: dict[str, Call] = {"torch_magi": lambda: magi.flex_flash_attn(*qkv, plan, **options)}
+    ours = calls["torch_magi"]()
+    ours = (ours[0] if isinstance(ours, tuple) else ours).float()
+    without: dict[str, str] = {}
+    for peer in peers:
+        try:
+            call = PEERS[peer](mask, name, qkv, options["softcap"])
+            error = float((call().float() - ours).norm() / ours.norm())
+        except Exception as raised:
+            lines = str(raised).strip().splitlines()
+            without[peer] = f"{type(raised).__name__}: {lines[0] if lines else ''}"[:160]
+            continue
+        if error < SAME:
+            calls[peer] = call
+        else:
+            without[peer] = f"its output is not torch_magi's: relative error {error:.1e}"
+    return calls, without
 
 
 def main() -> None:
@@ -97,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--masks", default=",".join(YARDSTICK_MASKS))
     parser.add_argument("--tokens", default="8192,32768")
-    parser.add_argument("--peers", default="cudnn,flex", help="of cudnn, flex; none: ''")
+    parser.add_argument("--peers", default="cudnn,flex", help="of " + ", ".join(PEERS) + "; none: ''")
     parser.add_argument("--heads", default="64,8", help="query heads, kv heads")
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
     parser.add_argument("--softcap", type=float, default=0.0)
@@ -105,6 +232,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    peers = [peer for peer in given.peers.split(",") if peer]
+    if unknown := set(peers) - set(PEERS):
+        parser.error(f"no such peer: {', '.join(sorted(unknown))}")
     heads_q, heads_kv = (int(n) for n in given.heads.split(","))
     options: dict[str, Any] = {"softcap": given.softcap}
     if given.max_logits:
@@ -115,7 +245,9 @@ def main() -> None:
     for tokens in (int(n) for n in given.tokens.split(",")):
         for name in given.masks.split(","):
             mask = YARDSTICK_MASKS[name](tokens)
-            calls = candidates(mask, name, (heads_q, heads_kv), given.dim, given.peers.split(","), options)
+            calls, without = candidates(mask, name, (heads_q, heads_kv), given.dim, peers, options)
+            for peer, why in without.items():
+                print(f"{name:<20}{tokens:>7}  without {peer}: {why}", flush=True)
             calls["matmul"] = lambda: square @ square
             times = timer.medians(calls, given.rounds)
             work = dict.fromkeys(calls, 4 * mask.area * heads_q * given.dim) | {"matmul": 2 * MATMUL**3}
