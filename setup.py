@@ -32,6 +32,7 @@ CPU_SOURCES = [
     "csrc/cpu/range_ops.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/sm90/flex_attn_fwd_combine.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d128.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d192.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d256.cu",
@@ -43,6 +44,8 @@ HEADERS = [
     "csrc/cpu/attention.h",
     "csrc/cpu/attention_tiles.h",
     "csrc/cuda/common/row_mask.cuh",
+    "csrc/cuda/common/row_terms.cuh",
+    "csrc/cuda/common/row_terms.h",
     "csrc/cuda/ptx/hopper.cuh",
     "csrc/cuda/ptx/layout.cuh",
     "csrc/cuda/ptx/wgmma.cuh",

@@ -79,10 +79,10 @@ def packed(out: torch.Tensor) -> torch.Tensor:
     return out[0].transpose(0, 1)
 
 
-def cudnn(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) -> Call:
+def cudnn(mask: AttnMask, name: str, qkv: list[torch.Tensor]) -> Call:
     """Return a call of cuDNN through scaled_dot_product_attention."""
-    if name not in ("full", "causal") or softcap:
-        raise NotImplementedError("takes the masks full and causal only, and no softcap")
+    if name not in ("full", "causal"):
+        raise NotImplementedError("takes the masks full and causal only")
     q, k, v = (x.transpose(0, 1)[None] for x in qkv)
 
     def call() -> torch.Tensor:
@@ -92,44 +92,40 @@ def cudnn(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) ->
     return call
 
 
-def flex(
-    mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float, kernel_options: dict[str, Any] | None = None
-) -> Call:
+def flex(mask: AttnMask, name: str, qkv: list[torch.Tensor], kernel_options: dict[str, Any] | None = None) -> Call:
     """Return a call of compiled flex_attention, with Triton kernels unless the options say otherwise."""
-    if softcap:
-        raise NotImplementedError("is timed here without a softcap only")
     q, k, v = (x.transpose(0, 1)[None] for x in qkv)
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = mask.to_block_mask(device=GPU)
     return lambda: packed(compiled(q, k, v, block_mask=block_mask, enable_gqa=True, kernel_options=kernel_options))
 
 
-def flex_flash(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) -> Call:
+def flex_flash(mask: AttnMask, name: str, qkv: list[torch.Tensor]) -> Call:
     """Return a call of compiled flex_attention with the kernels of FlashAttention 4."""
     import flash_attn.cute  # noqa: F401
 
-    return flex(mask, name, qkv, softcap, {"BACKEND": "FLASH"})
+    return flex(mask, name, qkv, {"BACKEND": "FLASH"})
 
 
-def fa4(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) -> Call:
+def fa4(mask: AttnMask, name: str, qkv: list[torch.Tensor]) -> Call:
     """Return a call of FlashAttention 4: its dense or variable-length form, else its block-sparse one."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     tokens = mask.shape[0]
     batched = [x[None] for x in qkv]
     if name in ("full", "causal"):
-        return lambda: flash_attn_func(*batched, causal=name == "causal", softcap=softcap)[0][0]
+        return lambda: flash_attn_func(*batched, causal=name == "causal")[0][0]
     if name == "sliding_causal":
         # Its window reaches as many keys back as the first row that sees key 0 no more.
         offsets, intervals = mask.row_intervals()
         window = (int((intervals[offsets[:-1], 0] == 0).sum()) - 1, 0)
-        return lambda: flash_attn_func(*batched, window_size=window, softcap=softcap)[0][0]
+        return lambda: flash_attn_func(*batched, window_size=window)[0][0]
     if name in ("varlen_full", "varlen_causal"):
         edges = yardstick_documents(tokens)
         cu, longest = torch.tensor(edges, dtype=torch.int32, device=GPU), int((edges[1:] - edges[:-1]).max())
         kwargs = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
         causal = name == "varlen_causal"
-        return lambda: flash_attn_varlen_func(*qkv, **kwargs, causal=causal, softcap=softcap)[0]
+        return lambda: flash_attn_varlen_func(*qkv, **kwargs, causal=causal)[0]
 
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -145,7 +141,7 @@ def fa4(mask: AttnMask, name: str, qkv: list[torch.Tensor], softcap: float) -> C
     )
     tables = row_tables(mask)
     how = {"mask_mod": fa4_mask_mod(len(tables) // 2), "aux_tensors": tables, "block_sparse_tensors": sparse}
-    return lambda: flash_attn_func(*batched, **how, softcap=softcap)[0][0]
+    return lambda: flash_attn_func(*batched, **how)[0][0]
 
 
 def row_tables(mask: AttnMask) -> list[torch.Tensor]:
@@ -190,23 +186,31 @@ def fa4_mask_mod(intervals: int) -> Any:
 
 
 PEERS = {"cudnn": cudnn, "flex": flex, "flex_flash": flex_flash, "fa4": fa4}
+# Name -> options of torch_magi for so many query heads.
+FEATURES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "sink": lambda heads: {"sink": torch.zeros(1, heads, device=GPU)},
+    "max_logits": lambda heads: {"return_aux": magi.AuxRequest(max_logits=True)},
+    "softcap": lambda heads: {"softcap": 50.0},
+    "small softcap": lambda heads: {"softcap": 2.0},
+}
 
 
 def candidates(
-    mask: AttnMask, name: str, heads: tuple[int, int], dim: int, peers: list[str], options: dict[str, Any]
+    mask: AttnMask, name: str, heads: tuple[int, int], dim: int, peers: list[str], features: list[str]
 ) -> tuple[dict[str, Call], dict[str, str]]:
     """Return what is timed for a mask, by name, and why each other peer is not."""
     gen = torch.Generator(GPU).manual_seed(0)
     tokens = mask.shape[0]
     qkv = [torch.randn(tokens, h, dim, generator=gen, device=GPU).bfloat16() for h in (heads[0], heads[1], heads[1])]
     plan = magi.make_attn_plan(mask, *heads, dim, device=GPU)
-    calls: dict[str, Call] = {"torch_magi": lambda: magi.flex_flash_attn(*qkv, plan, **options)}
-    ours = calls["torch_magi"]()
-    ours = (ours[0] if isinstance(ours, tuple) else ours).float()
+    calls: dict[str, Call] = {"torch_magi": lambda: magi.flex_flash_attn(*qkv, plan)}
+    for feature in features:
+        calls[f"with {feature}"] = functools.partial(magi.flex_flash_attn, *qkv, plan, **FEATURES[feature](heads[0]))
+    ours = calls["torch_magi"]().float()
     without: dict[str, str] = {}
     for peer in peers:
         try:
-            call = PEERS[peer](mask, name, qkv, options["softcap"])
+            call = PEERS[peer](mask, name, qkv)
             error = float((call().float() - ours).norm() / ours.norm())
         except Exception as raised:
             lines = str(raised).strip().splitlines()
@@ -227,25 +231,22 @@ def main() -> None:
     parser.add_argument("--peers", default="cudnn,flex", help="of " + ", ".join(PEERS) + "; none: ''")
     parser.add_argument("--heads", default="64,8", help="query heads, kv heads")
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
-    parser.add_argument("--softcap", type=float, default=0.0)
-    parser.add_argument("--max-logits", action="store_true")
+    parser.add_argument("--features", default="", help="time torch_magi also with: " + ", ".join(FEATURES))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     peers = [peer for peer in given.peers.split(",") if peer]
-    if unknown := set(peers) - set(PEERS):
-        parser.error(f"no such peer: {', '.join(sorted(unknown))}")
+    features = [feature for feature in given.features.split(",") if feature]
+    if unknown := sorted(set(peers) - set(PEERS)) + sorted(set(features) - set(FEATURES)):
+        parser.error(f"no such peer or feature: {', '.join(unknown)}")
     heads_q, heads_kv = (int(n) for n in given.heads.split(","))
-    options: dict[str, Any] = {"softcap": given.softcap}
-    if given.max_logits:
-        options["return_aux"] = magi.AuxRequest(max_logits=True)
     timer, rows = Timer(), []
     square = torch.randn(MATMUL, MATMUL, device=GPU, dtype=torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, heads {given.heads}, head_dim {given.dim}")
     for tokens in (int(n) for n in given.tokens.split(",")):
         for name in given.masks.split(","):
             mask = YARDSTICK_MASKS[name](tokens)
-            calls, without = candidates(mask, name, (heads_q, heads_kv), given.dim, peers, options)
+            calls, without = candidates(mask, name, (heads_q, heads_kv), given.dim, peers, features)
             for peer, why in without.items():
                 print(f"{name:<20}{tokens:>7}  without {peer}: {why}", flush=True)
             calls["matmul"] = lambda: square @ square

@@ -3,7 +3,8 @@
     python tools/check_sass.py [LIBRARY]      # default: torch_magi/_C*.so; needs cuobjdump and nvdisasm (extra 'lint')
 
 Prints a line per kernel. Fails
-- where a kernel uses local memory: registers spilled, or an array is indexed at run time;
+- where a kernel uses local memory (registers spilled, or an array is indexed at run time); in a kernel with tensor
+  core products, between the first and the last of them: a number kept there from one item to the next costs nothing;
 - where the loop of a kernel with tensor core products waits for both before the softmax, or moves descriptors
   between register files among the products: ptxas does either without an error;
 - where a kernel that was to copy in whole 16-byte units does not;
@@ -62,7 +63,9 @@ def kernels_of(library: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 def problems_of(name: str, instructions: list[str]) -> list[str]:
     """Return what is wrong with a kernel."""
-    counts = Counter(re.split(r"[.\s]", op)[0] for op in instructions)
+    names = [re.split(r"[.\s]", op)[0] for op in instructions]
+    products = [i for i, op in enumerate(names) if op == "HGMMA"]
+    counts = Counter(names[products[0] : products[-1]] if products else names)
     found = [f"{counts[op]} {op}: local memory is used" for op in LOCAL_MEMORY if counts[op]]
     for part, wanted in REQUIRED.items():
         if part in name:

@@ -36,7 +36,14 @@ MASKS = (
     "shared_prefix",
     "sliding_window",
 )
-OPERATORS = ("flex_attn_fwd_tiles", "flex_attn_bwd_tiles", "merge_state", "range_gather", "range_scatter_add")
+OPERATORS = (
+    "flex_attn_fwd_tiles",
+    "flex_attn_bwd_tiles",
+    "flex_attn_fwd_sm90",
+    "merge_state",
+    "range_gather",
+    "range_scatter_add",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

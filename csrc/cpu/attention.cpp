@@ -129,8 +129,7 @@ void for_all_tiles(TileFunction function, Input input, const Params& p, const Ti
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                            const Tensor& items, const Tensor& runs, const Tensor& bands,
                                            const MaybeTensor& sink, int64_t tile_rows, int64_t tile_cols, double scale,
-                                           double softcap, bool out_float32, bool return_max_logits,
-                                           int64_t /*sm_margin*/) {
+                                           double softcap, bool out_float32, bool return_max_logits) {
   const Tensor q = dense_rows(q_in), k = dense_rows(k_in), v = dense_rows(v_in);
   const Input input = input_of(q);
   Params p = params_of(q, k, v, scale, softcap, out_float32);

@@ -12,9 +12,15 @@
 
 namespace magi {
 
-// A tile of rows. Every row is in exactly one item, also a row without a visible column (n_tiles == 0).
+// A tile of rows. Every row is in exactly one item, also a row without a visible column (n_tiles == 0); or, where
+// `split_items` has shared its columns out, in several, with a slot each. slot is -1 in the others.
 struct TileItem {
   int32_t row0, n_rows, run_begin, run_end, n_tiles, flags, slot, reserved;
+};
+
+// Rows whose columns several items share out: their slots number the places where these leave their parts.
+struct TileSplit {
+  int32_t row0, n_rows, first_slot, n_slots;
 };
 
 // n_tiles adjacent column tiles. n_band == 0: every pair is visible, and no column is past the last one.

@@ -1,4 +1,4 @@
-// flex_attn_fwd_tiles on CUDA: checks, tensor maps, and the choice of an instance of the kernel for sm_90a.
+// flex_attn_fwd_sm90: checks, tensor maps, and the choice of an instance of the kernel for sm_90a.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -9,6 +9,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "../cuda/sm90/flex_attn_fwd.h"
 #include "checks.h"
@@ -81,10 +82,34 @@ void check_plan(const Tensor& x, const char* name, int64_t width) {
                   " must be a contiguous int32 tensor [n, ", width, "], got shape ", shape_text(x));
 }
 
+// softcap * tanh(scale / softcap * x), in powers of two.
+sm90::Softcap softcap_of(double scale, double softcap) {
+  constexpr double kLog2e = 1.4426950408889634, kSmall = 1. / 3;
+  // tanh(x) / x in powers of x^2, minimax for |x| <= kSmall: within 3e-8.
+  constexpr double kPoly[4] = {0.9999999764259748, -0.3333265013890008, 0.1330226640181583, -0.049400007628006726};
+  if (softcap <= 0) return {};
+  const double inner = scale / softcap;
+  sm90::Softcap c{float(inner), float(softcap * kLog2e), float(kSmall * kSmall / (inner * inner)), {}};
+  double power = scale * kLog2e;
+  for (int i = 0; i < 4; ++i, power *= inner * inner) c.poly[i] = float(kPoly[i] * power);
+  return c;
+}
+
+// A dense float32 tensor of rows.
+Tensor row_term(const Tensor& x, const char* name, const std::vector<int64_t>& shape) {
+  check_shape(x, name, shape);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32, got ",
+                  torch::headeronly::toString(x.scalar_type()));
+  return torch::stable::contiguous(x);
+}
+const float* floats(const Tensor& x) { return static_cast<const float*>(x.data_ptr()); }
+
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                            const Tensor& items, const Tensor& runs, const Tensor& bands,
-                                           const MaybeTensor& sink_in, int64_t tile_rows, int64_t tile_cols,
-                                           double scale, double softcap, bool out_float32, bool return_max_logits,
+                                           const Tensor& splits, const MaybeTensor& sink_in,
+                                           const MaybeTensor& out_before_in, const MaybeTensor& lse_before_in,
+                                           int64_t tile_rows, int64_t tile_cols, int64_t num_slots, double scale,
+                                           double softcap, bool out_float32, bool return_max_logits,
                                            int64_t sm_margin) {
   STD_TORCH_CHECK(q_in.dim() == 3 && k_in.dim() == 3 && v_in.dim() == 3,
                   "q, k and v must be [rows, heads, head_dim], got ", shape_text(q_in), ", ", shape_text(k_in), ", ",
@@ -104,6 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
   check_plan(items, "items", 8);
   check_plan(runs, "runs", 4);
   check_plan(bands, "bands", 8);
+  check_plan(splits, "splits", 4);
   const auto& instance = choose_instance(d, dv, tile_cols, softcap > 0);
   const int64_t heads_in_tile = tile_rows > 0 ? instance.rows / tile_rows : 0;
   STD_TORCH_CHECK(heads_in_tile > 0 && heads_in_tile <= 8 && (heads_in_tile & (heads_in_tile - 1)) == 0 &&
@@ -151,31 +177,45 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
   p.head_dim_v = int32_t(dv);
   p.next_work = static_cast<int32_t*>(next_work.data_ptr());
   p.scale = float(scale);
-  p.scale_log2 = float((softcap > 0 ? softcap : scale) * 1.4426950408889634);
-  p.before_tanh = softcap > 0 ? float(scale / softcap) : 0.f;
+  p.scale_log2 = float(scale * 1.4426950408889634);
+  p.softcap = softcap_of(scale, softcap);
   p.out = out.data_ptr();
   p.out_float32 = out_float32;
   p.lse = static_cast<float*>(lse.data_ptr());
   p.max_logits = return_max_logits ? static_cast<float*>(max_logits.data_ptr()) : nullptr;
-  MaybeTensor sink;
+  MaybeTensor sink, out_before, lse_before;  // dense, and alive until the launch
   if (sink_in.has_value()) {
-    sink = torch::stable::contiguous(*sink_in);
-    const bool per_row = sink->dim() == 3;
-    p.n_sink = int32_t(sink->size(per_row ? 1 : 0));
-    if (per_row)
-      check_shape(*sink, "sink", {sq, p.n_sink, hq});
-    else
-      check_shape(*sink, "sink", {p.n_sink, hq});
-    STD_TORCH_CHECK(sink->scalar_type() == ScalarType::Float, "sink must be float32");
-    p.sink = static_cast<const float*>(sink->data_ptr());
-    p.sink_row_stride = per_row ? p.n_sink * hq : 0;
+    const bool per_row = sink_in->dim() == 2;
+    sink = row_term(*sink_in, "sink", per_row ? std::vector<int64_t>{sq, hq} : std::vector<int64_t>{hq});
+    p.terms.sink = floats(*sink);
+    p.terms.sink_row_stride = per_row ? hq : 0;
   }
+  STD_TORCH_CHECK(out_before_in.has_value() == lse_before_in.has_value(), "out_before and lse_before go together");
+  if (out_before_in.has_value()) {
+    out_before = row_term(*out_before_in, "out_before", {sq, hq, dv});
+    lse_before = row_term(*lse_before_in, "lse_before", {sq, hq});
+    p.terms.out_before = floats(*out_before);
+    p.terms.lse_before = floats(*lse_before);
+  }
+  Tensor partial_out = torch::stable::new_empty(q_in, {num_slots, tile_rows, hq, dv}, ScalarType::Float);
+  Tensor partial_lse = torch::stable::new_empty(q_in, {num_slots, tile_rows, hq}, ScalarType::Float);
+  p.partial_out = static_cast<float*>(partial_out.data_ptr());
+  p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
   const int blocks = int(std::min<int64_t>(sms - sm_margin, p.n_work));
   check_cuda(instance.launch(p, dtype == ScalarType::BFloat16, blocks, stream), "launching flex_attn_fwd");
+  if (splits.size(0) == 0) return {out, lse, max_logits};
+  sm90::CombineParams c{};
+  c.splits = static_cast<const TileSplit*>(splits.data_ptr());
+  c.n_splits = int32_t(splits.size(0));
+  c.tile_tokens = int32_t(tile_rows), c.num_heads_q = int32_t(hq), c.head_dim_v = int32_t(dv);
+  c.partial_out = p.partial_out, c.partial_lse = p.partial_lse;
+  c.out = p.out, c.out_float32 = out_float32, c.bfloat16 = dtype == ScalarType::BFloat16, c.lse = p.lse;
+  c.terms = p.terms;
+  check_cuda(sm90::combine_splits(c, stream), "launching the combination of split rows");
   return {out, lse, max_logits};
 }
 
 }  // namespace
 }  // namespace magi::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(torch_magi, CUDA, m) { m.impl("flex_attn_fwd_tiles", TORCH_BOX(&magi::cuda::forward)); }
+STABLE_TORCH_LIBRARY_IMPL(torch_magi, CUDA, m) { m.impl("flex_attn_fwd_sm90", TORCH_BOX(&magi::cuda::forward)); }

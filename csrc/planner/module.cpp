@@ -12,6 +12,7 @@
 namespace py = pybind11;
 using namespace magi;
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+using Int32Array = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 
 namespace {
 
@@ -47,6 +48,17 @@ py::array_t<Scalar> rows(std::vector<Row> v) {
   auto* kept = new std::vector<Row>(std::move(v));
   const py::capsule owner(kept, [](void* p) { delete static_cast<std::vector<Row>*>(p); });
   return py::array_t<Scalar>({py::ssize_t(kept->size()), width}, reinterpret_cast<Scalar*>(kept->data()), owner);
+}
+
+// The rows of such an array.
+template <typename Row>
+std::vector<Row> structs(const Int32Array& a, const char* name) {
+  constexpr py::ssize_t width = sizeof(Row) / sizeof(int32_t);
+  if (a.ndim() != 2 || a.shape(1) != width)
+    throw std::invalid_argument(std::string(name) + " must have shape [n, " + std::to_string(width) + "]");
+  std::vector<Row> out(a.shape(0));
+  if (!out.empty()) std::memcpy(out.data(), a.data(), out.size() * sizeof(Row));
+  return out;
 }
 
 template <typename Scalar>
@@ -102,6 +114,14 @@ py::tuple tile_plan_arrays(const Int64Array& bands, int64_t n_rows, int64_t tile
                         rows<int32_t>(std::move(p.bands)));
 }
 
+py::tuple split_item_arrays(const Int32Array& items, const Int32Array& runs, int32_t tile_cols, int64_t max_tiles) {
+  TilePlan p;
+  p.items = structs<TileItem>(items, "items"), p.runs = structs<TileRun>(runs, "runs");
+  auto splits = split_items(p, tile_cols, max_tiles);
+  return py::make_tuple(rows<int32_t>(std::move(p.items)), rows<int32_t>(std::move(p.runs)),
+                        rows<int32_t>(std::move(splits)));
+}
+
 py::array_t<int32_t> dispatch(const std::string& kind, const Int64Array& areas, int64_t n_ranks, bool uneven,
                               bool last_is_short) {
   if (n_ranks < 1) throw std::invalid_argument("n_ranks must be positive, got " + std::to_string(n_ranks));
@@ -151,6 +171,8 @@ PYBIND11_MODULE(_planner, m) {
       py::arg("bands"), py::arg("q_ranges"), py::arg("k_ranges"), py::arg("k_offsets"));
   m.def("tile_plan", &tile_plan_arrays, py::arg("bands"), py::arg("n_rows"), py::arg("tile_rows"),
         py::arg("tile_cols"));
+  m.def("split_items", &split_item_arrays, py::arg("items"), py::arg("runs"), py::arg("tile_cols"),
+        py::arg("max_tiles"));
   m.def("dispatch", &dispatch, py::arg("kind"), py::arg("areas"), py::arg("n_ranks"), py::arg("uneven") = false,
         py::arg("last_is_short") = false);
 }

@@ -58,6 +58,8 @@ struct TilePlan {
   std::vector<TileBand> bands;
 };
 TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols);
+// Shares items of more than `max_tiles` column tiles out to several, as even as they go.
+std::vector<TileSplit> split_items(TilePlan& plan, int32_t tile_cols, int64_t max_tiles);
 
 // --- dispatch.cpp: chunks to ranks ------------------------------------------------------------------------
 std::vector<int32_t> dispatch_sequential(int64_t n_chunks, int64_t n_ranks);

@@ -154,4 +154,38 @@ TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_
   return std::move(builder.plan);
 }
 
+std::vector<TileSplit> split_items(TilePlan& plan, int32_t tile_cols, int64_t max_tiles) {
+  if (max_tiles < 1) throw std::invalid_argument("max_tiles must be positive, got " + std::to_string(max_tiles));
+  std::vector<TileSplit> splits;
+  std::vector<TileItem> items;
+  int32_t slots = 0;
+  for (const TileItem& whole : plan.items) {
+    const int32_t parts = int32_t((whole.n_tiles + max_tiles - 1) / max_tiles);
+    if (parts <= 1) {
+      items.push_back(whole);
+      continue;
+    }
+    splits.push_back({whole.row0, whole.n_rows, slots, parts});
+    int32_t run = whole.run_begin, used = 0;  // tiles of that run which earlier parts have
+    for (int32_t i = 0; i < parts; ++i) {
+      TileItem part = whole;
+      part.slot = slots++;
+      part.n_tiles = whole.n_tiles / parts + (i < whole.n_tiles % parts);
+      part.run_begin = int32_t(plan.runs.size());
+      for (int32_t left = part.n_tiles; left > 0;) {
+        const TileRun from = plan.runs[run];
+        const int32_t n = std::min(left, from.n_tiles - used);
+        plan.runs.push_back({from.col_start + used * tile_cols, n, from.band_begin, from.n_band});
+        left -= n, used += n;
+        if (used == from.n_tiles) ++run, used = 0;
+      }
+      part.run_end = int32_t(plan.runs.size());
+      items.push_back(part);
+    }
+  }
+  plan.items.swap(items);
+  sort_longest_first(plan.items);
+  return splits;
+}
+
 }  // namespace magi

@@ -172,7 +172,6 @@ SHORT = {
     "wait_tensor": "wait",
     "flex_attn_fwd": "attention",
     "flex_attn_bwd": "attention",
-    "merge_state": "merge",
     "add_returned": "add",
 }
 
@@ -221,7 +220,7 @@ class OperatorOrder(expecttest.TestCase):
         ranks = run_ranks(two_remote_stages, 2, "processes", timeout=300)
         assert ranks[0] == ranks[1], "ranks must issue collectives in one order"
         forward, backward = ranks[0]
-        self.assertExpectedInline(forward, """cast cast attention wait attention merge wait attention merge""")
+        self.assertExpectedInline(forward, """cast cast attention wait attention wait attention""")
         self.assertExpectedInline(
             backward, """cast cast attention wait attention reduce wait attention reduce wait add wait add"""
         )

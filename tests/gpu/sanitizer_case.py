@@ -6,6 +6,7 @@ import torch
 
 import torch_magi as magi
 from torch_magi import masks
+from torch_magi.ops import flex_attn_fwd
 
 mask = masks.document([0, 100, 333], total=400) | masks.prefix_lm(400, 400, 40)
 for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
@@ -17,3 +18,10 @@ for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
             return_aux=magi.AuxRequest(lse=True, max_logits=True),
         )  # fmt: skip
         print(dims, dtype, out.float().abs().sum().item(), aux.lse.sum().item())
+
+# Rows whose keys several items share, merged with an earlier result.
+plan = magi.make_attn_plan(masks.causal(5, 3000), 4, 2, 64, device="cuda")
+q, k = (torch.randn(n, h, 64, device="cuda").bfloat16() for n, h in ((5, 4), (3000, 2)))
+before = torch.randn(5, 4, 64, device="cuda"), torch.randn(5, 4, device="cuda")
+out, lse, _ = flex_attn_fwd(q, k, k, plan, scale=0.1, out_before=before[0], lse_before=before[1])
+print("split", out.float().abs().sum().item(), lse.sum().item())

@@ -13,6 +13,7 @@ from torch import Tensor
 import torch_magi as magi
 from torch_magi import masks
 from torch_magi.masks import AttnMask
+from torch_magi.ops import flex_attn_fwd, sm90
 from torch_magi.testing import (
     YARDSTICK_MASKS,
     check_attention,
@@ -119,6 +120,75 @@ def test_sink(shape: str) -> None:
         check(mask, (8, 2), (128, 128), sink=torch.randn(size, generator=gen).to(GPU))
 
 
+FEW_ROWS = {
+    "one row": masks.full(1, 5000),
+    "causal tail": masks.causal(130, 9000),
+    "two bands": AttnMask.from_slices([(0, 40), (7, 9)], [(1000, 6000), (0, 7000)], ["full", "full"], 40, 7000),
+    "documents and a long row": masks.document([0, 50, 100, 150], total=200) | masks.prefix_lm(200, 200, 3),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FEW_ROWS))
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (72, 40)], ids=str)
+def test_few_rows_with_many_keys(name: str, dims: tuple[int, int]) -> None:
+    """Rows whose keys several items share, with everything that joins at a row's end."""
+    mask = FEW_ROWS[name]
+    rows = mask.shape[0]
+    plan = magi.make_attn_plan(mask, 8, 1, dims[0], head_dim_v=dims[1], device=GPU)
+    tiles = sm90.forward_tiles(plan, plan.stages[0], False, GPU)
+    assert (tiles.num_slots > 0) == (name != "documents and a long row")
+    check(mask, (8, 1), dims)
+    check(mask, (8, 1), dims, torch.float16, softcap=3.0, sink=torch.randn(rows, 2, 8).to(GPU))
+    count_probe(run, mask, 8, 1, dims[0], dims[1], dtype=torch.bfloat16, device=GPU, backward=False)
+
+
+@pytest.mark.parametrize("shape", [(300, 900), (9, 6000)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (20, 12)], ids=str)
+def test_merging_with_an_earlier_result(shape: tuple[int, int], dims: tuple[int, int]) -> None:
+    """Keys in two calls are keys in one; empty sides leave the other bit for bit."""
+    rows, keys = shape
+    mask = masks.causal(rows, keys) - AttnMask.from_slices([(2, 4)], [(0, keys)], ["full"], rows, keys)
+    x = random_inputs(mask, 8, 2, *dims, dtype=torch.bfloat16, device=GPU, seed=0)
+    sink = torch.randn(1, 8).to(GPU)
+
+    def attend(first: int, last: int, part: AttnMask, **options: Any) -> tuple[Tensor, Tensor]:
+        plan = magi.make_attn_plan(part, 8, 2, dims[0], head_dim_v=dims[1], device=GPU)
+        out, lse, _ = flex_attn_fwd(x.query, x.key[first:last], x.value[first:last], plan, scale=0.2, **options)
+        return out, lse
+
+    whole = attend(0, keys, mask, sink=sink, out_float32=True)
+    before = attend(0, 700, mask.clip((0, rows), (0, 700)), sink=sink, out_float32=True)
+    rest = (700, keys, mask.clip((0, rows), (700, keys)))
+    after = {"out_before": before[0], "lse_before": before[1]}
+    for wide in (True, False):
+        out, lse = attend(*rest, **after, out_float32=wide)
+        assert out.dtype == (torch.float32 if wide else torch.bfloat16)
+        # The weights are rounded to bfloat16 at another reference.
+        torch.testing.assert_close(out.float(), whole[0], rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse, whole[1], rtol=1e-5, atol=1e-5)
+    alone = attend(*rest, out_float32=True)
+    for expected, out, lse in (
+        (alone, torch.full_like(before[0], torch.nan), torch.full_like(before[1], -torch.inf)),
+        (alone, torch.zeros_like(before[0]), torch.full_like(before[1], torch.inf)),
+    ):
+        found = attend(*rest, out_before=out, lse_before=lse, out_float32=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    nothing = mask.clip((0, rows), (0, 5)) - masks.full(rows, 5)
+    found = attend(0, 5, nothing, **after, out_float32=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
+
+
+def test_opcheck() -> None:
+    mask = masks.causal(3, 3000)
+    plan = magi.make_attn_plan(mask, 2, 1, 64, device=GPU)
+    x = random_inputs(mask, 2, 1, 64, dtype=torch.bfloat16, device=GPU, seed=0)
+    tiles = sm90.forward_tiles(plan, plan.stages[0], False, GPU)
+    before = torch.randn(3, 2, 64, device=GPU), torch.randn(3, 2, device=GPU)
+    arguments = (*tiles[2:6], torch.zeros(2, device=GPU), *before, *tiles[:2], tiles.num_slots, 0.1, 0.0, True, True, 0)
+    op = torch.ops.torch_magi.flex_attn_fwd_sm90.default
+    torch.library.opcheck(op, (x.query, x.key, x.value, *arguments))
+
+
 def test_strides() -> None:
     """Views as they come from a fused projection, from [heads, rows, dim], expanded heads, odd strides."""
     mask = masks.document([0, 100, 333, 500])
@@ -172,7 +242,7 @@ def test_same_bits(out_float32: bool) -> None:
     plan = magi.make_attn_plan(mask, 16, 2, 128, device=GPU)
     op = torch.ops.torch_magi.flex_attn_fwd
     results = [
-        op(x.query, x.key, x.value, plan, 0, None, 0.1, 0.0, out_float32, True, False, "auto", margin)
+        op(x.query, x.key, x.value, plan, 0, *[None] * 3, 0.1, 0.0, out_float32, True, False, "auto", margin)
         for margin in [0] * 17 + [1, 32, 131]
     ]
     assert results[0][0].dtype == (torch.float32 if out_float32 else torch.bfloat16)

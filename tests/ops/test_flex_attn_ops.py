@@ -36,11 +36,12 @@ CPU = torch.device("cpu")
 
 # --- opcheck ---
 
+ONLY_ON_GPUS = ("torch_magi::flex_attn_fwd_sm90", "torch_magi::flex_attn_bwd_sm90")  # tests/gpu
 REGISTERED = sorted(
     {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("torch_magi::")
+        if name.startswith("torch_magi::") and not name.startswith(ONLY_ON_GPUS)
     }
 )
 ALL_UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -78,8 +79,15 @@ def local_samples() -> dict[str, list[Sample]]:
     def qkv(rows: int = 10, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         return normal(rows, 4, 8, grad=grad), normal(rows, 2, 8, grad=grad), normal(rows, 2, 6, grad=grad)
 
-    def forward(*, sink: Tensor | None = None, softcap: float = 0.0, wide: bool = False, most: bool = False) -> Sample:
-        return (plan, 0, sink, 0.3, softcap, wide, most, False, "auto", 0)
+    def forward(
+        *,
+        sink: Tensor | None = None,
+        before: tuple[Tensor | None, Tensor | None] = (None, None),
+        softcap: float = 0.0,
+        wide: bool = False,
+        most: bool = False,
+    ) -> Sample:
+        return (plan, 0, sink, *before, 0.3, softcap, wide, most, False, "auto", 0)
 
     def backward(sink: Tensor | None, dlse: Tensor | None, before: Tensor | None, wide: bool) -> Sample:
         q, k, v = qkv()
@@ -100,6 +108,8 @@ def local_samples() -> dict[str, list[Sample]]:
             (*qkv(grad=True), *forward()),
             (*qkv(grad=True), *forward(sink=normal(3, 4, grad=True), softcap=2.0, wide=True, most=True)),
             (*qkv(grad=True), *forward(sink=normal(10, 1, 4, grad=True))),
+            (*qkv(), *forward(before=(normal(10, 4, 6), normal(10, 4)), wide=True)),
+            (*qkv(grad=True), *forward(before=(normal(10, 4, 6, grad=True), normal(10, 4, grad=True)))),
             (*map(strided, qkv(grad=True)), *forward()),
             (*qkv(0), nothing, *forward()[1:]),
         ],
@@ -585,3 +595,49 @@ def test_transforms_are_refused() -> None:
     out, _, _ = flex_attn_fwd(q, K, V, PLAN, scale=1.0)
     with pytest.raises(NotImplementedError, match="no second derivative; call backward with create_graph=False"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+# --- merging with an earlier result ---
+
+
+@pytest.mark.parametrize("name", ["overlapping_slices", "causal", "document"])
+def test_keys_in_two_calls_are_keys_in_one(name: str) -> None:
+    """Attention over some keys, merged in the operator onto that over the others; gradients of everything."""
+    mask = NAMED[name]
+    rows, keys = mask.shape
+    x = random_inputs(mask, 4, 2, 8, dtype=torch.float64, seed=0)
+    sink, middle = torch.randn(2, 4, dtype=torch.float32), keys // 2
+    q, k, v = (t.requires_grad_() for t in (x.query, x.key, x.value))
+    dout, dlse = torch.randn(rows, 4, 8, dtype=torch.float64), torch.randn(rows, 4, dtype=torch.float64)
+
+    def attend(k: Tensor, v: Tensor, part: AttnMask, **options: Any) -> tuple[Tensor, Tensor]:
+        plan = make_attn_plan(part, 4, 2, 8, dtype=torch.float64)
+        out, lse, _ = flex_attn_fwd(q, k, v, plan, scale=0.3, **options)
+        return out, lse
+
+    def gradients(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        seen = torch.isfinite(lse)
+        return torch.autograd.grad((out * dout).sum() + (lse * dlse)[seen].sum(), (q, k, v))
+
+    whole = attend(k, v, mask, sink=sink)
+    before = attend(k[:middle], v[:middle], mask.clip((0, rows), (0, middle)), sink=sink)
+    merged = attend(
+        k[middle:], v[middle:], mask.clip((0, rows), (middle, keys)), out_before=before[0], lse_before=before[1]
+    )
+    for found, expected in zip((*merged, *gradients(*merged)), (*whole, *gradients(*whole)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_an_earlier_result_is_refused_in_words() -> None:
+    mask = masks.causal(4)
+    x = random_inputs(mask, 4, 2, 8, dtype=torch.bfloat16, seed=0)
+    plan = make_attn_plan(mask, 4, 2, 8)
+    out, lse = torch.zeros(4, 4, 8), torch.zeros(4, 4)
+    for before, error, text in (
+        ((out, None), ValueError, "give both or neither"),
+        ((out[:3], lse), ValueError, r"out_before must have shape \[4, 4, 8\], got \[3, 4, 8\]"),
+        ((out, lse[:, :2]), ValueError, r"lse_before must have shape \[4, 4\], got \[4, 2\]"),
+        ((out.bfloat16(), lse), TypeError, "out_before must be torch.float32, got torch.bfloat16"),
+    ):
+        with pytest.raises(error, match=text):
+            flex_attn_fwd(x.query, x.key, x.value, plan, scale=1.0, out_before=before[0], lse_before=before[1])

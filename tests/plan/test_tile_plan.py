@@ -58,6 +58,27 @@ def replay(plan: tuple[Array, Array, Array], rows: int, columns: int, tile_colum
     return out
 
 
+def check_split(plan: tuple[Array, Array, Array], rows: int, columns: int, tile_columns: int, max_tiles: int) -> None:
+    """The parts of a split item cover its tiles once, evenly, each in a slot of its own."""
+    items, runs, splits = _planner.split_items(*plan[:2], tile_columns, max_tiles)
+    assert items[:, 4].max() <= max_tiles
+    whole, parts = items[items[:, 6] < 0], items[items[:, 6] >= 0]
+    assert sorted(parts[:, 6].tolist()) == list(range(splits[:, 3].sum()))
+    for row0, n_rows, first, n in splits.tolist():
+        mine = parts[(parts[:, 6] >= first) & (parts[:, 6] < first + n)]
+        assert (mine[:, :2] == [row0, n_rows]).all() and np.ptp(mine[:, 4]) <= 1
+    expected = replay(plan, rows, columns, tile_columns)
+    found = np.zeros_like(expected)
+    for item in items:
+        one = item.copy()
+        one[0], one[1] = 0, rows  # replay wants every row in one item; count the item's own rows
+        found[item[0] : item[0] + item[1]] += replay((one[None], runs, plan[2]), rows, columns, tile_columns)[
+            item[0] : item[0] + item[1]
+        ]
+    assert (found == expected).all()
+    assert set(whole[:, 0].tolist()).isdisjoint(splits[:, 0].tolist())
+
+
 def test_algebra_and_tile_plans(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for i in range(150):
@@ -81,6 +102,7 @@ def test_algebra_and_tile_plans(seed: int) -> None:
         tile_rows, tile_columns = rng.integers(1, 9, 2).tolist()
         plan = _planner.tile_plan(bands, rows, tile_rows, tile_columns)
         assert (replay(plan, rows, columns, tile_columns) == seen_a).all()
+        check_split(plan, rows, columns, tile_columns, int(rng.integers(1, 4)))
 
 
 def test_tile_plan_of_a_staircase_does_not_grow_with_its_steps() -> None:
@@ -107,5 +129,7 @@ def test_refusals() -> None:
         _planner.tile_plan(bands, 8, 0, 8)
     with pytest.raises(ValueError, match=r"a tile plan holds fewer than 2\^30 rows"):
         _planner.tile_plan(bands, 1 << 30, 64, 64)
+    with pytest.raises(ValueError, match="max_tiles must be positive, got 0"):
+        _planner.split_items(*_planner.tile_plan(bands, 8, 8, 8)[:2], 8, 0)
     with pytest.raises(ValueError, match=r"a tile plan holds fewer than 2\^30 columns"):
         _planner.tile_plan(masks.full(1, 1 << 30).bands, 1, 64, 64)

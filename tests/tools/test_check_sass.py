@@ -40,5 +40,8 @@ def test_loops_of_products() -> None:
     assert check_sass.problems_of("kernel", good) == []
     moved = [PRODUCT, WAIT_BOTH, PRODUCT, *["R2UR UR4, R1 "] * 3, PRODUCT, WAIT_FIRST, WAIT_BOTH]
     assert check_sass.problems_of("kernel", moved) == ["3 R2UR among the products of the loop"]
+    spilled = ["STL [R1], R2 ", PRODUCT, WAIT_BOTH, PRODUCT, "LDL R3, [R1] ", PRODUCT, WAIT_FIRST, WAIT_BOTH]
+    assert check_sass.problems_of("kernel", spilled) == ["1 LDL: local memory is used"]
+    assert check_sass.problems_of("kernel", [*spilled[:4], *spilled[5:], "LDL R3, [R1] "]) == []
     serial = [PRODUCT, WAIT_BOTH, PRODUCT, WAIT_BOTH]
     assert check_sass.problems_of("kernel", serial) == ["0 waits for the first of two products, expected 1"]

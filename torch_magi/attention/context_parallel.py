@@ -23,7 +23,6 @@ from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import ATTENTION_TAGS, lib
 from torch_magi.ops.autograd import wants_grad
 from torch_magi.ops.flex_attn import flex_attn_fwd
-from torch_magi.ops.merge_state import merge_state
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
 
@@ -75,35 +74,33 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     first = num_stages - len(received)
     arriving = _start_all(k, v, plan, first, received, group_name)
-    partial: tuple[Tensor, Tensor, Tensor] | None = None
+    out, lse, max_logits = None, None, None
     for stage in range(num_stages):
         k_stage, v_stage = k, v
         if stage >= first:
             k_stage, v_stage = _unpack(wait(arriving[stage - first]), k, v)
-        out, lse, max_logits = flex_attn_fwd(
+        out, lse, stage_max_logits = flex_attn_fwd(
             q,
             k_stage,
             v_stage,
             plan,
             stage,
             sink=sink if stage == 0 else None,
+            out_before=out,
+            lse_before=lse,
             scale=scale,
             softcap=softcap,
-            out_float32=num_stages > 1,
+            out_float32=stage < num_stages - 1,
             return_max_logits=return_max_logits,
             deterministic=deterministic,
             backend=backend,
             sm_margin=sm_margin,
         )
-        if partial is not None:
-            out, lse = merge_state(partial[0], partial[1], out, lse)
-            max_logits = torch.maximum(partial[2], max_logits)
-        partial = out, lse, max_logits
-    assert partial is not None
-    out, lse, max_logits = partial
+        max_logits = stage_max_logits if max_logits is None else torch.maximum(max_logits, stage_max_logits)
+    assert out is not None and lse is not None and max_logits is not None
     if return_max_logits and group_name:
         max_logits = wait(torch.ops._c10d_functional.all_reduce(max_logits, "max", group_name))
-    return out.to(q.dtype), lse, max_logits
+    return out, lse, max_logits
 
 
 class _ContextParallelAttn(torch.autograd.Function):

@@ -53,7 +53,6 @@ def _fake_forward(
     softcap: float,
     out_float32: bool,
     return_max_logits: bool,
-    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return fake_forward(q, v, out_float32, return_max_logits)
 
@@ -83,8 +82,7 @@ def _fake_backward(
 
 flex_attn_fwd_tiles = define(
     "flex_attn_fwd_tiles(Tensor q, Tensor k, Tensor v, Tensor items, Tensor runs, Tensor bands, Tensor? sink, "
-    "int tile_rows, int tile_cols, float scale, float softcap, bool out_float32, bool return_max_logits, "
-    "int sm_margin=0)"
+    "int tile_rows, int tile_cols, float scale, float softcap, bool out_float32, bool return_max_logits)"
     " -> (Tensor out, Tensor lse, Tensor max_logits)",
     _fake_forward,
     ATTENTION_TAGS,

@@ -1,7 +1,7 @@
 """flex_attn_fwd and flex_attn_bwd: attention of one stage of a plan, differentiable.
 
 The plan is an opaque argument, so a new mask never recompiles. The Python kernels unpack its tile plans and
-call `flex_attn_fwd_tiles` and `flex_attn_bwd_tiles`, which the compiled library implements per device.
+call `flex_attn_fwd_tiles` and `flex_attn_bwd_tiles` on the CPU, those of `sm90` on GPUs it was built for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ import torch
 from torch_magi._extension import has_kernel
 from torch_magi.ops import sm90
 from torch_magi.ops._library import ATTENTION_TAGS, lib
-from torch_magi.ops.attn_tiles import fake_backward, fake_forward, flex_attn_bwd_tiles, flex_attn_fwd_tiles
+from torch_magi.ops.attn_tiles import (
+    accumulation_dtype,
+    fake_backward,
+    fake_forward,
+    flex_attn_bwd_tiles,
+    flex_attn_fwd_tiles,
+)
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.merge_state import merge_state, merged_side_grad
 from torch_magi.ops.plan_types import ATTN_PLAN
 from torch_magi.plan import AttnPlan
 
@@ -38,8 +45,8 @@ _OPTIONS = (
     "str backend, int sm_margin"
 )
 lib.define(
-    f"flex_attn_fwd(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, int stage, Tensor? sink, {_OPTIONS})"
-    " -> (Tensor out, Tensor lse, Tensor max_logits)",
+    f"flex_attn_fwd(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, int stage, Tensor? sink, "
+    f"Tensor? out_before, Tensor? lse_before, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor max_logits)",
     tags=ATTENTION_TAGS,
 )
 lib.define(
@@ -60,7 +67,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[in
     if device.type == "cpu":
         found = "cpu"
     elif device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and sm90.find_instance(*head_dims):
-        built = torch.cuda.is_available() and has_kernel("flex_attn_fwd_tiles", "cuda")
+        built = torch.cuda.is_available() and has_kernel("flex_attn_fwd_sm90", "cuda")
         found = "sm90" if built and torch.cuda.get_device_capability(device) == (9, 0) else None
     if found is None or asked not in ("auto", found):
         name = str(dtype).removeprefix("torch.")
@@ -96,6 +103,22 @@ def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: i
             )
 
 
+def check_before(q: Tensor, v: Tensor, out_before: Tensor | None, lse_before: Tensor | None) -> None:
+    """Raise ValueError or TypeError if an earlier result is not one of these queries."""
+    if (out_before is None) != (lse_before is None):
+        raise ValueError("out_before and lse_before are parts of one result: give both or neither")
+    if out_before is None or lse_before is None:
+        return
+    for name, x, shape in (
+        ("out_before", out_before, (*q.shape[:2], v.shape[2])),
+        ("lse_before", lse_before, q.shape[:2]),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+        if x.dtype != accumulation_dtype(q.dtype):
+            raise TypeError(f"{name} must be {accumulation_dtype(q.dtype)}, got {x.dtype}; use out_float32=True")
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -103,6 +126,8 @@ def _forward(
     plan: AttnPlan,
     stage: int,
     sink: Tensor | None,
+    out_before: Tensor | None,
+    lse_before: Tensor | None,
     scale: float,
     softcap: float,
     out_float32: bool,
@@ -112,15 +137,23 @@ def _forward(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_against_plan(q, k, v, plan, stage)
+    check_before(q, v, out_before, lse_before)
     part = plan.stages[stage]
     if choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend) == "sm90":
-        return sm90.forward(q, k, v, plan, part, sink, scale, softcap, out_float32, return_max_logits, sm_margin)
+        before = out_before, lse_before
+        return sm90.forward(
+            q, k, v, plan, part, sink, *before, scale, softcap, out_float32, return_max_logits, sm_margin
+        )
     rows, cols = CPU_TILES.q_rows, CPU_TILES.q_cols
     tiles = part.tiles("q", rows, cols, q.device)
-    result: tuple[Tensor, Tensor, Tensor] = flex_attn_fwd_tiles(
-        q, k, v, *tiles, sink, rows, cols, scale, softcap, out_float32, return_max_logits
+    wide = out_float32 or out_before is not None
+    out, lse, max_logits = flex_attn_fwd_tiles(
+        q, k, v, *tiles, sink, rows, cols, scale, softcap, wide, return_max_logits
     )
-    return result
+    if out_before is not None and lse_before is not None:
+        out, lse = merge_state(out_before, lse_before, out, lse)
+        out = out if out_float32 else out.to(q.dtype)
+    return out, lse, max_logits
 
 
 def _backward(
@@ -163,6 +196,8 @@ def _fake_forward(
     plan: object,
     stage: int,
     sink: Tensor | None,
+    out_before: Tensor | None,
+    lse_before: Tensor | None,
     scale: float,
     softcap: float,
     out_float32: bool,
@@ -211,6 +246,8 @@ class _FlexAttn(torch.autograd.Function):
         plan: AttnPlan,
         stage: int,
         sink: Tensor | None,
+        out_before: Tensor | None,
+        lse_before: Tensor | None,
         scale: float,
         softcap: float,
         out_float32: bool,
@@ -227,6 +264,8 @@ class _FlexAttn(torch.autograd.Function):
                 plan,
                 stage,
                 sink,
+                out_before,
+                lse_before,
                 scale,
                 softcap,
                 out_float32,
@@ -235,7 +274,7 @@ class _FlexAttn(torch.autograd.Function):
                 backend,
                 sm_margin,
             )
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.save_for_backward(q, k, v, sink, out_before, lse_before, out, lse)
         ctx.plan, ctx.stage = plan, stage
         ctx.numbers = (scale, softcap)
         ctx.options = (deterministic, backend, sm_margin)
@@ -245,22 +284,34 @@ class _FlexAttn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out_before, lse_before, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
+        before: tuple[Tensor | None, Tensor | None] = (None, None)
+        if out_before is not None:
+            before = merged_side_grad(out_before, lse_before, out, lse, dout, dlse)
         dq, dk, dv, dsink = _bwd(
             dout, dlse, q, k, v, out, lse, None, ctx.plan, ctx.stage, sink, *ctx.numbers, False, *ctx.options
         )
-        return dq, dk, dv, None, None, dsink if sink is not None else None, *(None,) * 7
+        return dq, dk, dv, None, None, dsink if sink is not None else None, *before, *(None,) * 7
 
 
 def _autograd_forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int, sink: Tensor | None, *options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttnPlan,
+    stage: int,
+    sink: Tensor | None,
+    out_before: Tensor | None,
+    lse_before: Tensor | None,
+    *options: Any,
 ) -> Any:
-    if wants_grad(q, k, v, sink):
-        return _FlexAttn.apply(q, k, v, plan, stage, sink, *options)  # type: ignore[no-untyped-call]
+    arguments = (q, k, v, plan, stage, sink, out_before, lse_before, *options)
+    if wants_grad(q, k, v, sink, out_before, lse_before):
+        return _FlexAttn.apply(*arguments)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return _fwd(q, k, v, plan, stage, sink, *options)
+        return _fwd(*arguments)
 
 
 def _autograd_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -286,6 +337,8 @@ def flex_attn_fwd(
     stage: int = 0,
     *,
     sink: Tensor | None = None,
+    out_before: Tensor | None = None,
+    lse_before: Tensor | None = None,
     scale: float,
     softcap: float = 0.0,
     out_float32: bool = False,
@@ -294,7 +347,7 @@ def flex_attn_fwd(
     backend: str = "auto",
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the attention of one stage of a plan. Differentiable in q, k, v and sink, through out and lse.
+    """Compute the attention of one stage of a plan. Differentiable in all tensors, through out and lse.
 
     out = softmax(mask(softcap(scale * q k^T))) v. A row that sees nothing has out 0 and lse -inf.
 
@@ -305,6 +358,8 @@ def flex_attn_fwd(
         plan: made for these tensors.
         stage: which attention call of the plan.
         sink: float32 [num_sink, num_heads_q] or [rows, num_sink, num_heads_q]; logits added to the denominator.
+        out_before, lse_before: [rows, num_heads_q, head_dim_v] and [rows, num_heads_q], float32 (float64); the
+            result of the same queries over other keys, with which this one is merged as `merge_state` does.
         scale: factor of the logits; any real number.
         softcap: c in c * tanh(s / c), applied after the scale; 0.0 is off.
         out_float32: return out unrounded (float32; float64 for float64 inputs).
@@ -322,6 +377,7 @@ def flex_attn_fwd(
         NotImplementedError: if no kernel serves them.
     """
     result: tuple[Tensor, Tensor, Tensor] = _fwd(
-        q, k, v, plan, stage, sink, scale, softcap, out_float32, return_max_logits, deterministic, backend, sm_margin
-    )
+        q, k, v, plan, stage, sink, out_before, lse_before, scale, softcap, out_float32, return_max_logits,
+        deterministic, backend, sm_margin,
+    )  # fmt: skip
     return result

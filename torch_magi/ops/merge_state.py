@@ -17,6 +17,21 @@ _merge = define(
 )
 
 
+def merged_side_grad(
+    side: Tensor, lse_side: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of one side of a merge, given the merged (out, lse).
+
+    out = wa * a + wb * b with w = exp(lse_x - lse), so d lse_x = w * (dout . (x - out) + dlse).
+    """
+    empty = torch.isinf(lse_side)
+    weight = torch.where(empty, 0.0, torch.exp(lse_side - lse))
+    change = (dout * (side - out)).sum(-1)
+    change = change if dlse is None else change + dlse
+    dside = torch.where(empty[..., None], 0.0, weight[..., None] * dout)  # dout of an empty row may be anything
+    return dside, torch.where(empty, 0.0, weight * change)
+
+
 class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,17 +42,11 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # out = wa * a + wb * b with w = exp(lse_x - lse), so d lse_x = w * (dout . (x - out) + dlse).
-        out_a, lse_a, out_b, lse_b, out, lse = ctx.saved_tensors
-
-        def side(x: Tensor, lse_x: Tensor) -> tuple[Tensor, Tensor]:
-            empty = torch.isinf(lse_x)
-            weight = torch.where(empty, 0.0, torch.exp(lse_x - lse))
-            change = (dout * (x - out)).sum(-1) + dlse
-            dx = torch.where(empty[..., None], 0.0, weight[..., None] * dout)  # dout of an empty row may be anything
-            return dx, torch.where(empty, 0.0, weight * change)
-
-        return (*side(out_a, lse_a), *side(out_b, lse_b))
+        out_a, lse_a, out_b, lse_b, *merged = ctx.saved_tensors
+        return (
+            *merged_side_grad(out_a, lse_a, *merged, dout, dlse),
+            *merged_side_grad(out_b, lse_b, *merged, dout, dlse),
+        )
 
 
 def _autograd(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Any:

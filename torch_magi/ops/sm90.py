@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from torch_magi.ops.attn_tiles import flex_attn_fwd_tiles
+from torch_magi import _planner
+from torch_magi.ops._library import ATTENTION_TAGS, define
+from torch_magi.ops.attn_tiles import fake_forward
 from torch_magi.plan import AttnPlan
 from torch_magi.plan.types import StagePlan
 
@@ -51,6 +54,35 @@ INSTANCES = (
     Instance(256, 256, True, 128, (Width(80),)),
 )
 PARTIAL_TILE = 0.2  # what masking adds to a tile, in tiles
+# What splitting rows costs, in tiles: an item, a part of one on top, and the kernel that joins the parts.
+ITEM, PART, JOIN = 1.0, 1.0, 3.0
+
+_forward = define(
+    "flex_attn_fwd_sm90(Tensor q, Tensor k, Tensor v, Tensor items, Tensor runs, Tensor bands, Tensor splits, "
+    "Tensor? sink, Tensor? out_before, Tensor? lse_before, int tile_rows, int tile_cols, int num_slots, float scale, "
+    "float softcap, bool out_float32, bool return_max_logits, int sm_margin)"
+    " -> (Tensor out, Tensor lse, Tensor max_logits)",
+    lambda q, k, v, *rest: fake_forward(q, v, *rest[-3:-1]),
+    ATTENTION_TAGS,
+)
+
+
+class ForwardTiles(NamedTuple):
+    """A tile plan in the form the forward kernel takes; tensors on its device.
+
+    tokens, keys: of a tile.
+    items, runs, bands: csrc/include/tile_plan.h.
+    splits: int32 [n, 4]; rows whose keys several items share.
+    num_slots: parts of these.
+    """
+
+    tokens: int
+    keys: int
+    items: Tensor
+    runs: Tensor
+    bands: Tensor
+    splits: Tensor
+    num_slots: int
 
 
 def find_instance(head_dim: int, head_dim_v: int, softcap: bool = False) -> Instance | None:
@@ -78,6 +110,55 @@ def choose_tile(plan: AttnPlan, part: StagePlan, softcap: bool) -> tuple[int, in
     return rows, min(instance.widths, key=cost).keys
 
 
+def choose_split(n_tiles: np.ndarray, groups: int, multiprocessors: int) -> int | None:
+    """Return the most tiles an item should have, or None where splitting does not shorten the longest wait.
+
+    Few query rows with many keys leave most multiprocessors idle: their keys are shared out. The time of a list,
+    longest item first, is taken halfway between its lower bound and Graham's upper one.
+
+    Args:
+        n_tiles: int [n_items]; the tiles of each item.
+        groups: how often the list is gone through, for different heads.
+        multiprocessors: of the device.
+    """
+
+    def time(most: int) -> float:
+        parts = np.maximum(-(-n_tiles // most), 1)
+        longest = float((-(-n_tiles // parts)).max()) + ITEM
+        total = groups * float((n_tiles + parts * ITEM + np.where(parts > 1, parts * PART, 0)).sum())
+        joined = JOIN + PART if parts.max() > 1 else 0.0
+        if groups * parts.sum() <= multiprocessors:
+            return longest + joined
+        return max(longest, total / multiprocessors + longest / 2) + joined
+
+    if not len(n_tiles) or not n_tiles.max():
+        return None
+    longest = int(n_tiles.max())
+    candidates = sorted({-(-longest // parts) for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)})
+    best = min(candidates, key=time)
+    return best if time(best) < 0.95 * time(longest) else None
+
+
+def forward_tiles(plan: AttnPlan, part: StagePlan, softcap: bool, device: torch.device) -> ForwardTiles:
+    """Return the tile plan of a stage, made on first use and kept."""
+
+    def make() -> ForwardTiles:
+        rows, keys = choose_tile(plan, part, softcap)
+        items, runs, bands = part.tile_arrays("q", rows, keys)
+        instance = find_instance(plan.head_dim, plan.head_dim_v, softcap)
+        assert instance is not None
+        groups = plan.num_heads_q * rows // instance.rows
+        most = choose_split(items[:, 4], groups, torch.cuda.get_device_properties(device).multi_processor_count)
+        splits = np.zeros((0, 4), np.int32)
+        if most is not None:
+            items, runs, splits = _planner.split_items(items, runs, keys, most)
+        tensors = (torch.from_numpy(a).to(device) for a in (items, runs, bands, splits))
+        return ForwardTiles(rows, keys, *tensors, int(splits[:, 3].sum()))
+
+    made: ForwardTiles = part.cached(("sm90 forward", softcap, device), make)
+    return made
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -85,6 +166,8 @@ def forward(
     plan: AttnPlan,
     part: StagePlan,
     sink: Tensor | None,
+    out_before: Tensor | None,
+    lse_before: Tensor | None,
     scale: float,
     softcap: float,
     out_float32: bool,
@@ -100,10 +183,19 @@ def forward(
     if hidden is not None:  # their weight is 0, but 0 * NaN is NaN
         v = v.masked_fill(hidden[:, None, None], 0.0)
     dim_v = v.shape[2]
-    q, k, v = (pad(x, (0, -x.shape[2] % 8)) if x.shape[2] % 8 else x for x in (q, k, v))
-    rows, keys = part.cached(("sm90 tile", softcap > 0), lambda: choose_tile(plan, part, softcap > 0))
-    tiles = part.tiles("q", rows, keys, q.device)
-    out, lse, max_logits = flex_attn_fwd_tiles(
-        q, k, v, *tiles, sink, rows, keys, scale, softcap, out_float32, return_max_logits, sm_margin
-    )
+    q, k, v = (_pad_head(x) for x in (q, k, v))
+    if out_before is not None:
+        out_before = _pad_head(out_before)
+    if sink is not None:  # the kernel knows one sink logit a row
+        sink = sink.squeeze(-2) if sink.shape[-2] == 1 else torch.logsumexp(sink, -2)
+    tiles = forward_tiles(plan, part, softcap > 0, q.device)
+    out, lse, max_logits = _forward(
+        q, k, v, *tiles[2:6], sink, out_before, lse_before, *tiles[:2], tiles.num_slots, scale, softcap, out_float32,
+        return_max_logits, sm_margin,
+    )  # fmt: skip
     return out[..., :dim_v], lse, max_logits
+
+
+def _pad_head(x: Tensor) -> Tensor:
+    """TMA wants rows of whole 16 bytes."""
+    return pad(x, (0, -x.shape[2] % 8)) if x.shape[2] % 8 else x

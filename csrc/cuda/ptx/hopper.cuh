@@ -17,6 +17,13 @@ MAGI_DEVICE uint32_t shared_address(const void* p) { return uint32_t(__cvta_gene
 // uniform costs two to four moves between register files before every wgmma, without any message.
 MAGI_DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+// x, of which the compiler then knows nothing: what derives from it is computed where it is used, not ahead of a
+// loop that needs the registers.
+MAGI_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // True for one thread of the warp.
 MAGI_DEVICE bool elect_one() {
   uint32_t chosen;

@@ -10,17 +10,14 @@
 // warpgroups (+0.5 of 18.3 cycles per key), waiting for P V after the exponentials (+0.6), a softmax reference
 // that follows every new maximum (+1.1).
 #pragma once
-#include <cmath>
-
 #include "../common/row_mask.cuh"
+#include "../common/row_terms.cuh"
 #include "../ptx/hopper.cuh"
 #include "flex_attn_fwd.h"
 
 namespace magi::cuda::sm90 {
 
 constexpr int kItemSlots = 4, kTileSlots = 8;
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-constexpr float kInfinity = INFINITY;
 // How far, in powers of two, a score may grow past the softmax reference of its row before the sums are scaled
 // anew: P is 16-bit and the sums are float32, so 2^8 costs no accuracy. After FlashAttention-4.
 constexpr float kSlack = 8.f;
@@ -157,22 +154,23 @@ struct RowState {
   }
 };
 
-// tanh to float32 accuracy, where tanh.approx has 11 bits: logits of 50 * tanh(x) would be off by 0.01. Small x,
-// all that most models ever see, take no special function: the Taylor series has its next term below 2^-24 there.
-constexpr float kSmallTanh = 0.3f;
-MAGI_DEVICE float tanh_of_small(float x) {
-  const float y = x * x;
-  return x * fmaf(y, fmaf(y, fmaf(y, fmaf(y, 62.f / 2835, -17.f / 315), 2.f / 15), -1.f / 3), 1.f);
+// The softcap to float32 accuracy, where tanh.approx has 11 bits: logits of 50 * tanh(x) would be off by 0.01. Small
+// products, all that most models ever see, take no special function.
+MAGI_DEVICE float softcap_slope(const Softcap& c, float square) {
+  return fmaf(square, fmaf(square, fmaf(square, c.poly[3], c.poly[2]), c.poly[1]), c.poly[0]);
 }
-MAGI_DEVICE float tanh_of_any(float x) {
-  const float far = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(2.f * kLog2e * x)), 1.f);
-  return fabsf(x) < kSmallTanh ? tanh_of_small(x) : far;
+MAGI_DEVICE float softcap_of(const Softcap& c, float x) {
+  const float far = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(2.f * kLog2e * c.inner * x)), 1.f) * c.factor;
+  return x * x <= c.small_square ? x * softcap_slope(c, x * x) : far;
 }
 
 // An item as the consumers see it.
 struct Work {
-  int n_tiles, q_stage, first_token, n_tokens, group;
+  uint32_t number;  // of this block's items
+  int n_tiles, first_token;
   uint32_t q;  // this warpgroup's rows of Q in shared memory
+  // Only known at the end, to save registers.
+  int n_tokens, group, slot, row;
 };
 
 template <class Shape, bool kBFloat16, bool kSoftcap>
@@ -190,10 +188,11 @@ struct Consumer {
   const int lane_column;
   const bool leader;
   uint32_t tile = 0;  // counts the tiles of all items
-  int storing = -1;   // the stage of Q that a TMA store may still be reading
+  bool storing = false;  // a TMA store may still be reading the stage of Q of the item before
   float o[DV / 2];
   uint32_t weights[BN / 4];  // P as an A operand: an accumulator becomes one without any shuffle
   RowState rows;
+  bool small;  // no product of the tile leaves the softcap's polynomial
 
   __device__ __forceinline__ Consumer(const ForwardParams& p, S& s)
       : p(p),
@@ -205,9 +204,9 @@ struct Consumer {
         leader(threadIdx.x % 128 == 0) {}
 
   // Of row r of this thread's two: which of the item's tokens, and which head.
-  __device__ __forceinline__ int token_of(int r) const { return (row + 8 * r) >> p.heads_shift; }
+  __device__ __forceinline__ int token_of(const Work& w, int r) const { return (w.row + 8 * r) >> p.heads_shift; }
   __device__ __forceinline__ int head_of(const Work& w, int r) const {
-    return (w.group << p.heads_shift) + ((row + 8 * r) & ((1 << p.heads_shift) - 1));
+    return (w.group << p.heads_shift) + ((w.row + 8 * r) & ((1 << p.heads_shift) - 1));
   }
 
   __device__ __forceinline__ void start_scores(float (&scores)[BN / 2], uint32_t q, uint32_t k) {
@@ -240,8 +239,8 @@ struct Consumer {
       const int col_start = d.col_start, begin = d.band_begin;
       TileBand band = d.first;
       for (int i = 0;;) {
-        masks[0].add(band, w.first_token + token_of(0), col_start, lane_column);
-        masks[1].add(band, w.first_token + token_of(1), col_start, lane_column);
+        masks[0].add(band, w.first_token + ((row + 8 * 0) >> p.heads_shift), col_start, lane_column);
+        masks[1].add(band, w.first_token + ((row + 8 * 1) >> p.heads_shift), col_start, lane_column);
         if (++i >= n) break;
         band = p.bands[begin + i];
       }
@@ -259,24 +258,10 @@ struct Consumer {
       }
   }
 
-  // tanh(before_tanh * x); -1 for -inf.
-  __device__ __forceinline__ void apply_softcap(float (&x)[BN / 2]) {
-    float most = 0.f;
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) most = fmaxf(most, fabsf(x[i]));
-    if (__any_sync(~0u, most * p.before_tanh >= kSmallTanh)) {  // so in every tile with hidden pairs
-#pragma unroll
-      for (int i = 0; i < BN / 2; ++i) x[i] = tanh_of_any(x[i] * p.before_tanh);
-    } else {
-#pragma unroll
-      for (int i = 0; i < BN / 2; ++i) x[i] = tanh_of_small(x[i] * p.before_tanh);
-    }
-  }
-
   // The score of a product, in powers of two. Rising, so the largest product has the largest score.
   __device__ __forceinline__ float score_of(float product) const {
     if constexpr (kSoftcap)
-      return product == -kInfinity ? product : tanh_of_any(product * p.before_tanh) * p.scale_log2;
+      return product == -kInfinity ? product : softcap_of(p.softcap, product);
     else
       return product * p.scale_log2;
   }
@@ -285,6 +270,12 @@ struct Consumer {
   // must be scaled by `factor`.
   __device__ __forceinline__ bool update_reference(float (&x)[BN / 2], int n_band, const Masks& masks,
                                                    float (&factor)[2]) {
+    if constexpr (kSoftcap) {
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) most = fmaxf(most, fabsf(x[i]));
+      small = !__any_sync(~0u, most * most > p.softcap.small_square);
+    }
     if (n_band) hide(x, masks);
     bool grew = false;
 #pragma unroll
@@ -294,10 +285,6 @@ struct Consumer {
       for (int j = 0; j < BN / 8; ++j) most = fmaxf(most, fmaxf(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]));
       rows.largest[r] = most;
       grew |= score_of(most) > rows.reference[r] + kSlack;
-    }
-    if constexpr (kSoftcap) {
-      apply_softcap(x);
-      if (n_band) hide(x, masks);
     }
     if (!__any_sync(~0u, grew)) return false;
 #pragma unroll
@@ -314,14 +301,29 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void exponentiate(const float (&x)[BN / 2]) {
+    if constexpr (kSoftcap) {
+      const Softcap& c = p.softcap;
+      if (small)  // the slope is positive: a hidden -inf stays what it is
+        sum_weights(x, [&](float y, float reference) {
+          return exp2_approx(fmaf(y, softcap_slope(c, fminf(y * y, c.small_square)), -reference));
+        });
+      else
+        sum_weights(x, [&](float y, float reference) {
+          return y == -kInfinity ? 0.f : exp2_approx(softcap_of(c, y) - reference);
+        });
+    } else {
+      sum_weights(x, [&](float y, float reference) { return exp2_approx(fmaf(y, p.scale_log2, -reference)); });
+    }
+  }
+  template <class Weight>
+  __device__ __forceinline__ void sum_weights(const float (&x)[BN / 2], Weight weight) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float reference = rows.reference[r] == -kInfinity ? 0.f : rows.reference[r];
       float sum = 0.f;
 #pragma unroll
       for (int j = 0; j < BN / 8; ++j) {
-        const float a = exp2_approx(fmaf(x[4 * j + 2 * r], p.scale_log2, -reference));
-        const float b = exp2_approx(fmaf(x[4 * j + 2 * r + 1], p.scale_log2, -reference));
+        const float a = weight(x[4 * j + 2 * r], reference), b = weight(x[4 * j + 2 * r + 1], reference);
         weights[2 * j + r] = pack<kBFloat16>(a, b);
         sum += a + b;
       }
@@ -331,25 +333,33 @@ struct Consumer {
 
   __device__ __forceinline__ Work next_work(uint32_t it) {
     Work w;
-    w.q_stage = it % NQ;
-    barrier_wait(shared_address(&s.q_full[w.q_stage]), (it / NQ) & 1);
+    w.number = it;
+    barrier_wait(shared_address(&s.q_full[it % NQ]), (it / NQ) & 1);
     const int slot = it % kItemSlots;
     w.first_token = s.item[slot].row0;
     w.n_tiles = s.item[slot].n_tiles;
-    w.n_tokens = s.item[slot].n_rows;
-    w.group = s.head_group[slot];
-    w.q = uniform(shared_address(s.q[w.q_stage]) + warpgroup * 64 * 128);
+    w.q = uniform(shared_address(s.q[it % NQ]) + warpgroup * 64 * 128);
     return w;
   }
 
-  // Gives the stage of Q back that the last store read. Put off until other work is under way: the wait stalls
-  // a whole warp.
-  __device__ __forceinline__ void release_stored() {
-    if (storing >= 0 && warp == 0 && elect_one()) {
+  // Before the stage of Q is given back: the item's slot goes with it.
+  __device__ __forceinline__ void read_rest(Work& w) {
+    const int slot = w.number % kItemSlots;
+    w.n_tiles = s.item[slot].n_tiles;  // anew
+    w.n_tokens = s.item[slot].n_rows;
+    w.group = s.head_group[slot];
+    w.slot = s.item[slot].slot;
+    w.row = opaque(row);
+  }
+
+  // Gives the stage of Q of item `number` back once its store has read it. Put off until other work is under way:
+  // the wait stalls a whole warp.
+  __device__ __forceinline__ void release_stored(uint32_t number) {
+    if (storing && warp == 0 && elect_one()) {
       tma_store_wait_read();
-      barrier_arrive(shared_address(&s.q_empty[storing]));
+      barrier_arrive(shared_address(&s.q_empty[number % NQ]));
     }
-    storing = -1;
+    storing = false;
   }
 
   __device__ __forceinline__ void first_tile(const Work& w) {
@@ -359,7 +369,7 @@ struct Consumer {
     barrier_wait(shared_address(&s.k_full[stage]), (tile >> 1) & 1);
     start_scores(scores, w.q, shared_address(s.k[stage]));
     const int n_band = read_masks(masks, w);
-    release_stored();
+    release_stored(w.number - 1);
     wgmma_wait<0>();
     pin(scores);
     if (leader) barrier_arrive(shared_address(&s.k_empty[stage]));
@@ -401,18 +411,28 @@ struct Consumer {
     exponentiate(scores);
   }
 
-  __device__ __forceinline__ void last_output() {
+  // Beside the last product, the rows' sums: they need no output, and may load.
+  __device__ __forceinline__ void last_output(Work& w, RowResult (&results)[2]) {
     const int stage = uniform(tile & 1);
     barrier_wait(shared_address(&s.v_full[stage]), (tile >> 1) & 1);
     ++tile;
     start_output(shared_address(s.v[stage]));
+    read_rest(w);
+    close_rows(w, results);
     wgmma_wait<0>();
     pin(o);
     if (leader) barrier_arrive(shared_address(&s.v_empty[stage]));
   }
 
-  // Sums over the four threads of a row; sink, lse, largest logits; o becomes the output.
-  __device__ __forceinline__ void finish_rows(const Work& w) {
+  // The place of row r of this thread in [rows, num_heads_q] of the results, or of the parts of a split item.
+  __device__ __forceinline__ int64_t row_index(const Work& w, int r) const {
+    const int64_t first = w.slot < 0 ? int64_t(w.first_token) : int64_t(w.slot) * (kTileRows >> p.heads_shift);
+    return (first + token_of(w, r)) * p.num_heads_q + head_of(w, r);
+  }
+
+  // Sums over the four threads of a row; writes lse and the largest logits.
+  __device__ __forceinline__ void close_rows(const Work& w, RowResult (&results)[2]) {
+    const RowTerms terms = w.slot < 0 ? p.terms : RowTerms{};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -420,26 +440,14 @@ struct Consumer {
         rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], x);
         rows.largest[r] = fmaxf(rows.largest[r], __shfl_xor_sync(~0u, rows.largest[r], x));
       }
-      const int head = head_of(w, r), token = w.first_token + token_of(r);
-      const bool owned = token_of(r) < w.n_tokens, empty = rows.reference[r] == -kInfinity;
-      float reference = empty ? 0.f : rows.reference[r], sum = rows.sum[r], weight = 1.f;
-      if (p.sink && owned) {
-        const float* sink = p.sink + token * p.sink_row_stride + head;
-        float most = empty ? -kInfinity : reference;
-        for (int t = 0; t < p.n_sink; ++t) most = fmaxf(most, sink[t * p.num_heads_q] * kLog2e);
-        if (most != -kInfinity) {
-          weight = empty ? 0.f : exp2_approx(reference - most);
-          sum *= weight;
-          for (int t = 0; t < p.n_sink; ++t) sum += exp2_approx(sink[t * p.num_heads_q] * kLog2e - most);
-          reference = most;
-        }
-      }
-      weight = sum > 0.f ? weight / sum : 0.f;
-#pragma unroll
-      for (int j = 0; j < DV / 8; ++j) o[4 * j + 2 * r] *= weight, o[4 * j + 2 * r + 1] *= weight;
-      if (!owned || lane_column != 0) continue;
-      p.lse[int64_t(token) * p.num_heads_q + head] = sum > 0.f ? (reference + __log2f(sum)) * kLn2 : -kInfinity;
-      if (p.max_logits && !empty) {  // floats order like their bits, the negative ones backwards
+      results[r] = {-kInfinity, 0.f, 0.f};
+      if (token_of(w, r) >= w.n_tokens) continue;
+      const int head = head_of(w, r);
+      const int64_t row = row_index(w, r);
+      results[r] = close_row(rows.reference[r], rows.sum[r], terms, w.first_token + token_of(w, r), head, row);
+      if (lane_column != 0) continue;
+      (w.slot < 0 ? p.lse : p.partial_lse)[row] = results[r].lse;
+      if (p.max_logits && rows.reference[r] != -kInfinity) {  // floats order like their bits, the negative ones backwards
         const float most = rows.largest[r] * p.scale;
         if (most >= 0)
           atomicMax(reinterpret_cast<int*>(p.max_logits + head), __float_as_int(most));
@@ -449,21 +457,40 @@ struct Consumer {
     }
   }
 
-  // Writes the rows from registers: for float32 results, and tiles of which only some tokens exist.
-  __device__ __forceinline__ void store_rows(const Work& w) {
+  // o becomes the output.
+  __device__ __forceinline__ void finish_output(const Work& w, const RowResult (&results)[2]) {
+#pragma unroll
+    for (int i = 0; i < DV / 2; ++i) o[i] *= results[(i >> 1) & 1].own;
+    if (!p.terms.out_before || w.slot >= 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (token_of(r) >= w.n_tokens) continue;
-      const int64_t row_at = int64_t(w.first_token + token_of(r)) * p.num_heads_q + head_of(w, r);
-      const int64_t at = row_at * p.head_dim_v + lane_column;
+      if (results[r].before == 0.f) continue;
+      const float* before = p.terms.out_before + row_index(w, r) * p.head_dim_v + lane_column;
+#pragma unroll
+      for (int j = 0; j < DV / 8; ++j) {
+        if (8 * j + lane_column >= p.head_dim_v) continue;
+        const float2 x = *reinterpret_cast<const float2*>(before + 8 * j);
+        o[4 * j + 2 * r] = add_before(o[4 * j + 2 * r], results[r].before, x.x);
+        o[4 * j + 2 * r + 1] = add_before(o[4 * j + 2 * r + 1], results[r].before, x.y);
+      }
+    }
+  }
+
+  // Writes the rows from registers: for float32 results, and tiles of which only some tokens exist.
+  __device__ __forceinline__ void store_rows(const Work& w) {
+    void* out = w.slot < 0 ? p.out : p.partial_out;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (token_of(w, r) >= w.n_tokens) continue;
+      const int64_t at = row_index(w, r) * p.head_dim_v + lane_column;
 #pragma unroll
       for (int j = 0; j < DV / 8; ++j) {
         if (8 * j + lane_column >= p.head_dim_v) continue;
         const float a = o[4 * j + 2 * r], b = o[4 * j + 2 * r + 1];
-        if (p.out_float32)
-          *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at + 8 * j) = make_float2(a, b);
+        if (p.out_float32 || w.slot >= 0)
+          *reinterpret_cast<float2*>(static_cast<float*>(out) + at + 8 * j) = make_float2(a, b);
         else
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + 8 * j) = pack<kBFloat16>(a, b);
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(out) + at + 8 * j) = pack<kBFloat16>(a, b);
       }
     }
   }
@@ -480,10 +507,10 @@ struct Consumer {
 
   __device__ __forceinline__ void store(const Work& w) {
     const int barrier = 1 + warpgroup;
-    if (p.out_float32 || (w.n_tokens << p.heads_shift) < kTileRows) {
+    if (p.out_float32 || w.slot >= 0 || (w.n_tokens << p.heads_shift) < kTileRows) {
       store_rows(w);
       named_barrier_sync<128>(barrier);
-      if (leader) barrier_arrive(shared_address(&s.q_empty[w.q_stage]));
+      if (leader) barrier_arrive(shared_address(&s.q_empty[w.number % NQ]));
       return;
     }
     stage_rows(w.q);
@@ -496,26 +523,29 @@ struct Consumer {
                   w.first_token + ((warpgroup * 64) >> p.heads_shift));
       tma_store_commit();
     }
-    storing = w.q_stage;
-    if (NQ == 1 || w.n_tiles == 0) release_stored();
+    storing = true;
+    if (NQ == 1 || w.n_tiles == 0) release_stored(w.number);
   }
 
   __device__ __forceinline__ void run() {
     for (uint32_t it = 0;; ++it) {
-      const Work w = next_work(it);
+      Work w = next_work(it);
       if (w.n_tiles < 0) break;
+      RowResult results[2];
       rows.clear();
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
       if (w.n_tiles > 0) {
         first_tile(w);
 #pragma unroll 1
-        for (int i = 1; i < w.n_tiles; ++i) next_tile(w);
-        last_output();
+        for (int left = w.n_tiles; left > 1; --left) next_tile(w);
+        last_output(w, results);
       } else {
-        release_stored();
+        release_stored(w.number - 1);
+        read_rest(w);
+        close_rows(w, results);
       }
-      finish_rows(w);
+      finish_output(w, results);
       store(w);
     }
     if (warp == 0 && elect_one()) tma_store_wait();

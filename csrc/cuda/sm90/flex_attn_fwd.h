@@ -5,11 +5,19 @@
 
 #include <cstdint>
 
+#include "../common/row_terms.h"
 #include "tile_plan.h"
 
 namespace magi::cuda::sm90 {
 
 // A query tile has 128 or 192 rows: tokens x heads_in_tile query heads that share a KV head.
+
+// score(x) = factor * tanh(inner * x), in powers of two. Where inner * |x| is small, x * (poly[0] + poly[1] x^2 ...).
+struct Softcap {
+  float inner, factor;
+  float small_square;  // the x^2 up to which the polynomial holds
+  float poly[4];
+};
 
 struct ForwardParams {
   CUtensorMap q, k, v;    // [tokens, heads, dim] in boxes of 64 dims x heads x tokens
@@ -26,15 +34,28 @@ struct ForwardParams {
   int32_t* next_work;  // 0 at launch
   float scale;         // product -> logit
   float scale_log2;    // product, with softcap its tanh, -> score, a logit in powers of two
-  float before_tanh;   // product -> argument of tanh
-  void* out;           // [tokens, num_heads_q, head_dim_v], dense; in the input's dtype or float32
+  Softcap softcap;
+  void* out;  // [tokens, num_heads_q, head_dim_v], dense; in the input's dtype or float32
   bool out_float32;
-  float* lse;         // [tokens, num_heads_q]
-  const float* sink;  // null, or [n_sink, num_heads_q] for each row
-  int32_t n_sink;
-  int64_t sink_row_stride;  // 0: the same for all rows
-  float* max_logits;        // null, or [num_heads_q], -inf at launch
+  float* lse;  // [tokens, num_heads_q]
+  RowTerms terms;
+  // Of the items with a slot, which hold a part of their rows' keys: [slots, tokens of a tile, num_heads_q, ...].
+  float *partial_out, *partial_lse;
+  float* max_logits;  // null, or [num_heads_q], -inf at launch
 };
+
+// Joins the parts of such rows.
+struct CombineParams {
+  const TileSplit* splits;
+  int32_t n_splits;
+  int32_t tile_tokens, num_heads_q, head_dim_v;
+  const float *partial_out, *partial_lse;
+  void* out;
+  bool out_float32, bfloat16;
+  float* lse;
+  RowTerms terms;
+};
+cudaError_t combine_splits(const CombineParams&, cudaStream_t);
 
 // An instance is chosen by the head dims it was built for (tensors may have fewer), the width of a key tile, and
 // whether it has a softcap.
