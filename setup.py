@@ -32,6 +32,7 @@ CPU_SOURCES = [
     "csrc/cpu/range_ops.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/sm90/flex_attn_bwd_rows.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d128.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d192.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d256.cu",
@@ -46,6 +47,7 @@ HEADERS = [
     "csrc/cuda/ptx/hopper.cuh",
     "csrc/cuda/ptx/layout.cuh",
     "csrc/cuda/ptx/wgmma.cuh",
+    "csrc/cuda/sm90/flex_attn_bwd_rows.h",
     "csrc/cuda/sm90/flex_attn_fwd.cuh",
     "csrc/cuda/sm90/flex_attn_fwd.h",
     "csrc/include/checks.h",

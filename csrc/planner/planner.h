@@ -57,7 +57,10 @@ struct TilePlan {
   std::vector<TileRun> runs;
   std::vector<TileBand> bands;
 };
-TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols);
+// Column tiles start at multiples of col_align, a power of two that divides tile_cols. With mask_row_tail a last,
+// partial tile of rows has masked runs alone, so that its rows past n_rows see nothing either.
+TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols, int64_t col_align = 1,
+                   bool mask_row_tail = false);
 
 // --- dispatch.cpp: chunks to ranks ------------------------------------------------------------------------
 std::vector<int32_t> dispatch_sequential(int64_t n_chunks, int64_t n_ranks);
