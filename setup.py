@@ -32,6 +32,7 @@ CPU_SOURCES = [
     "csrc/cpu/range_ops.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/sm90/flex_attn_bwd_rows.cu",
     "csrc/cuda/sm90/flex_attn_fwd_combine.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d128.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d192.cu",
@@ -49,8 +50,11 @@ HEADERS = [
     "csrc/cuda/ptx/hopper.cuh",
     "csrc/cuda/ptx/layout.cuh",
     "csrc/cuda/ptx/wgmma.cuh",
+    "csrc/cuda/sm90/flex_attn_bwd_rows.h",
     "csrc/cuda/sm90/flex_attn_fwd.cuh",
     "csrc/cuda/sm90/flex_attn_fwd.h",
+    "csrc/cuda/sm90/plan_walk.cuh",
+    "csrc/cuda/sm90/plan_walk.h",
     "csrc/include/checks.h",
     "csrc/include/tile_plan.h",
     "csrc/planner/planner.h",

@@ -166,16 +166,18 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
   p.k = sk ? tensor_map(k, 1, tile_cols) : p.q;
   p.v = sk ? tensor_map(v, 1, tile_cols) : p.q;
   p.out_tile = out_float32 ? p.q : tensor_map(out, heads_in_tile, 64 / heads_in_tile);
-  p.items = static_cast<const TileItem*>(items.data_ptr());
-  p.runs = static_cast<const TileRun*>(runs.data_ptr());
-  p.bands = static_cast<const TileBand*>(bands.data_ptr());
-  p.n_items = int32_t(items.size(0));
-  p.n_work = int32_t(items.size(0) * (hq / heads_in_tile));
+  p.walk = {static_cast<const TileItem*>(items.data_ptr()),
+            static_cast<const TileRun*>(runs.data_ptr()),
+            static_cast<const TileBand*>(bands.data_ptr()),
+            int32_t(items.size(0)),
+            int32_t(hq / heads_in_tile),
+            1,
+            false,
+            static_cast<int32_t*>(next_work.data_ptr())};
   while ((1 << p.heads_shift) < heads_in_tile) ++p.heads_shift;
   p.groups_per_kv = int32_t(hq / hkv / heads_in_tile);
   p.num_heads_q = int32_t(hq);
   p.head_dim_v = int32_t(dv);
-  p.next_work = static_cast<int32_t*>(next_work.data_ptr());
   p.scale = float(scale);
   p.scale_log2 = float(scale * 1.4426950408889634);
   p.softcap = softcap_of(scale, softcap);
@@ -201,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
   Tensor partial_lse = torch::stable::new_empty(q_in, {num_slots, tile_rows, hq}, ScalarType::Float);
   p.partial_out = static_cast<float*>(partial_out.data_ptr());
   p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
-  const int blocks = int(std::min<int64_t>(sms - sm_margin, p.n_work));
+  const int blocks = int(std::min<int64_t>(sms - sm_margin, int64_t(p.walk.n_items) * p.walk.n_groups));
   check_cuda(instance.launch(p, dtype == ScalarType::BFloat16, blocks, stream), "launching flex_attn_fwd");
   if (splits.size(0) == 0) return {out, lse, max_logits};
   sm90::CombineParams c{};

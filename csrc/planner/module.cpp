@@ -108,8 +108,9 @@ Int64Array shift(const Int64Array& a, int64_t dq, int64_t dk) {
   return rows<int64_t>(out);
 }
 
-py::tuple tile_plan_arrays(const Int64Array& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols) {
-  TilePlan p = tile_plan(bands_of(bands), n_rows, tile_rows, tile_cols);
+py::tuple tile_plan_arrays(const Int64Array& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols,
+                           int64_t col_align) {
+  TilePlan p = tile_plan(bands_of(bands), n_rows, tile_rows, tile_cols, col_align);
   return py::make_tuple(rows<int32_t>(std::move(p.items)), rows<int32_t>(std::move(p.runs)),
                         rows<int32_t>(std::move(p.bands)));
 }
@@ -169,8 +170,8 @@ PYBIND11_MODULE(_planner, m) {
         return rows<int64_t>(remap(bands_of(a), ranges_of(q), ranges_of(k), ints_of(k_at)));
       },
       py::arg("bands"), py::arg("q_ranges"), py::arg("k_ranges"), py::arg("k_offsets"));
-  m.def("tile_plan", &tile_plan_arrays, py::arg("bands"), py::arg("n_rows"), py::arg("tile_rows"),
-        py::arg("tile_cols"));
+  m.def("tile_plan", &tile_plan_arrays, py::arg("bands"), py::arg("n_rows"), py::arg("tile_rows"), py::arg("tile_cols"),
+        py::arg("col_align") = 1);
   m.def("split_items", &split_item_arrays, py::arg("items"), py::arg("runs"), py::arg("tile_cols"),
         py::arg("max_tiles"));
   m.def("dispatch", &dispatch, py::arg("kind"), py::arg("areas"), py::arg("n_ranks"), py::arg("uneven") = false,

@@ -57,7 +57,8 @@ struct TilePlan {
   std::vector<TileRun> runs;
   std::vector<TileBand> bands;
 };
-TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols);
+// Column tiles start at multiples of col_align, a power of two that divides tile_cols.
+TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols, int64_t col_align = 1);
 // Shares items of more than `max_tiles` column tiles out to several, as even as they go.
 std::vector<TileSplit> split_items(TilePlan& plan, int32_t tile_cols, int64_t max_tiles);
 

@@ -1,7 +1,8 @@
 // Work lists of a kernel: for every tile of rows, the runs of column tiles that it has to visit.
 //
 // Row tiles lie on a grid; column tiles start anywhere. A connected stretch of touched columns is tiled from
-// its own start, and a stretch that one band covers in every row of the tile becomes one run without a mask.
+// its own start, rounded down to col_align, and a stretch that one band covers in every row of the tile becomes
+// one run without a mask.
 #include <cmath>
 #include <numeric>
 #include <stdexcept>
@@ -27,7 +28,8 @@ TileBand narrow(const Band& b) {
 
 class Builder {
  public:
-  Builder(const Bands& bands, int64_t tile_cols) : bands_(bands), width_(tile_cols) {}
+  Builder(const Bands& bands, int64_t tile_cols, int64_t col_align)
+      : bands_(bands), width_(tile_cols), align_(col_align) {}
 
   void add_item(int64_t row0, int64_t n_rows, const std::vector<Touched>& touched) {
     item_ = {int32_t(row0), int32_t(n_rows), int32_t(plan.runs.size()), 0, 0, 0, -1, 0};
@@ -40,11 +42,11 @@ class Builder {
   TilePlan plan;
 
  private:
-  // `touched` is sorted by lo.
+  // `touched` is sorted by lo. The width is a multiple of the alignment, so only a stretch's start is rounded.
   void tile(const std::vector<Touched>& touched) {
     int64_t done = -kInf;
     for (size_t j = 0; j < touched.size();) {
-      int64_t col = std::max(touched[j].lo, done), hi = touched[j].hi;
+      int64_t col = std::max(touched[j].lo & -align_, done), hi = touched[j].hi;
       size_t z = j + 1;
       auto extend = [&](int64_t limit) {  // an interval that starts at or before `limit` belongs to the stretch
         while (z < touched.size() && touched[z].lo <= limit) hi = std::max(hi, touched[z++].hi);
@@ -93,7 +95,7 @@ class Builder {
   }
 
   const Bands& bands_;
-  int64_t width_;
+  int64_t width_, align_;
   TileItem item_{};
   std::vector<size_t> here_, last_bands_;
   int32_t band_begin_ = 0;
@@ -116,8 +118,11 @@ void sort_longest_first(std::vector<TileItem>& items) {
 
 }  // namespace
 
-TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols) {
+TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols, int64_t col_align) {
   if (tile_rows < 1 || tile_cols < 1) throw std::invalid_argument("tile_rows and tile_cols must be positive");
+  if (col_align < 1 || (col_align & (col_align - 1)) != 0 || tile_cols % col_align != 0)
+    throw std::invalid_argument("col_align must be a power of two that divides tile_cols, got " +
+                                std::to_string(col_align) + " for tile_cols " + std::to_string(tile_cols));
   if (n_rows >= kTileInf)
     throw std::invalid_argument("a tile plan holds fewer than 2^30 rows, got " + std::to_string(n_rows));
   Bands sorted = bands;
@@ -125,7 +130,7 @@ TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_
   for (const Band& b : sorted)
     if (b.k1 >= kTileInf)
       throw std::invalid_argument("a tile plan holds fewer than 2^30 columns, got " + std::to_string(b.k1));
-  Builder builder(sorted, tile_cols);
+  Builder builder(sorted, tile_cols, col_align);
   const size_t n_items = size_t((n_rows + tile_rows - 1) / tile_rows);
   builder.plan.items.reserve(n_items);
   builder.plan.runs.reserve(2 * n_items);

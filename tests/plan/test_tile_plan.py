@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from torch_magi import _planner, masks
+from torch_magi.masks import AttnMask
+from torch_magi.plan.types import StagePlan
 
 INF = _planner.INF
 Array = np.ndarray
@@ -105,6 +107,29 @@ def test_algebra_and_tile_plans(seed: int) -> None:
         check_split(plan, rows, columns, tile_columns, int(rng.integers(1, 4)))
 
 
+def test_aligned_columns(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for i, side in itertools.product(range(120), "qk"):
+        shape = rng.integers(1, 40, 2).tolist()
+        mask = AttnMask.from_canonical_bands(_planner.normalize(random_bands(rng, *shape)), *shape)
+        seen = mask.to_dense().numpy() if side == "q" else mask.to_dense().numpy().T
+        rows, columns = seen.shape
+        align = (1, 4, 8)[i % 3]
+        tile_rows, tile_columns = int(rng.integers(1, 9)), align * int(rng.integers(1, 9 if align == 1 else 4))
+        print(f"seed {seed}, case {i}{side}: {mask!r}, tiles {tile_rows} x {tile_columns}, col_align {align}")
+        stage = StagePlan(mask, None)
+        plan = stage.tile_arrays(side, tile_rows, tile_columns, align)
+        if align == 1:
+            same = zip(plan, stage.tile_arrays(side, tile_rows, tile_columns), strict=True)
+            assert all(np.array_equal(a, b) for a, b in same)
+        assert (replay(plan, rows, columns, tile_columns) == seen).all()
+        items, runs, _ = plan
+        assert (runs[:, 0] % align == 0).all()
+        for _, _, begin, end, *_ in items.tolist():
+            starts = [c + t * tile_columns for c, n, *_ in runs[begin:end].tolist() for t in range(n)]
+            assert all(b - a >= tile_columns for a, b in itertools.pairwise(starts)), "tiles must not overlap"
+
+
 def test_tile_plan_of_a_staircase_does_not_grow_with_its_steps() -> None:
     sizes = []
     for length in (1 << 12, 1 << 14):
@@ -127,6 +152,9 @@ def test_refusals() -> None:
     bands = masks.causal(8).bands
     with pytest.raises(ValueError, match="tile_rows and tile_cols must be positive"):
         _planner.tile_plan(bands, 8, 0, 8)
+    for align, width in ((0, 8), (3, 6), (16, 8), (8, 12)):
+        with pytest.raises(ValueError, match="col_align must be a power of two that divides tile_cols"):
+            _planner.tile_plan(bands, 8, 8, width, align)
     with pytest.raises(ValueError, match=r"a tile plan holds fewer than 2\^30 rows"):
         _planner.tile_plan(bands, 1 << 30, 64, 64)
     with pytest.raises(ValueError, match="max_tiles must be positive, got 0"):

@@ -176,12 +176,13 @@ class StagePlan:
         """Return what `make()` returned the first time for `key`: what derives from the stage."""
         return self._cache.get(key, make)
 
-    def tile_arrays(self, side: str, tile_rows: int, tile_cols: int) -> TileArrays:
+    def tile_arrays(self, side: str, tile_rows: int, tile_cols: int, col_align: int = 1) -> TileArrays:
         """Return the tile plan of one side, built on first use and kept.
 
         Args:
             side: "q" for tiles of query rows over keys, "k" for tiles of keys over query rows.
             tile_rows, tile_cols: shape of a tile, in tokens.
+            col_align: tiles start at columns that are multiples of it, a power of two that divides tile_cols.
 
         Returns:
             items int32 [n_items, 8], runs int32 [n_runs, 4], bands int32 [n_bands, 8].
@@ -191,19 +192,27 @@ class StagePlan:
             bands, rows = self.mask.bands, self.mask.shape[0]
             if side == "k":
                 bands, rows = _planner.transpose(bands), self.mask.shape[1]
-            return _planner.tile_plan(bands, rows, tile_rows, tile_cols)
+            return _planner.tile_plan(bands, rows, tile_rows, tile_cols, col_align)
 
-        made: TileArrays = self.cached((side, tile_rows, tile_cols), make)
+        made: TileArrays = self.cached((side, tile_rows, tile_cols, col_align), make)
         return made
 
-    def tiles(self, side: str, tile_rows: int, tile_cols: int, device: torch.device) -> TileTensors:
+    def tiles(
+        self,
+        side: str,
+        tile_rows: int,
+        tile_cols: int,
+        device: torch.device,
+        col_align: int = 1,
+    ) -> TileTensors:
         """Return `tile_arrays` as tensors on `device`, uploaded once."""
 
         def make() -> TileTensors:
-            items, runs, bands = (torch.from_numpy(a).to(device) for a in self.tile_arrays(side, tile_rows, tile_cols))
+            arrays = self.tile_arrays(side, tile_rows, tile_cols, col_align)
+            items, runs, bands = (torch.from_numpy(a).to(device) for a in arrays)
             return items, runs, bands
 
-        made: TileTensors = self.cached((side, tile_rows, tile_cols, device), make)
+        made: TileTensors = self.cached((side, tile_rows, tile_cols, device, col_align), make)
         return made
 
     def hidden_keys(self, device: torch.device) -> torch.Tensor | None:

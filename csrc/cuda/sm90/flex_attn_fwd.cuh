@@ -14,19 +14,13 @@
 #include "../common/row_terms.cuh"
 #include "../ptx/hopper.cuh"
 #include "flex_attn_fwd.h"
+#include "plan_walk.cuh"
 
 namespace magi::cuda::sm90 {
 
-constexpr int kItemSlots = 4, kTileSlots = 8;
 // How far, in powers of two, a score may grow past the softmax reference of its row before the sums are scaled
 // anew: P is 16-bit and the sums are float32, so 2^8 costs no accuracy. After FlashAttention-4.
 constexpr float kSlack = 8.f;
-
-// A key tile on its way from the walker to the loader and the consumers.
-struct alignas(16) TileDescriptor {
-  int32_t col_start, n_band, band_begin, unused;
-  TileBand first;  // the only band of most partial tiles
-};
 
 // What an instance is made for: head dims, keys in a tile, stages of Q, consumer warpgroups.
 template <int kHeadDim, int kHeadDimV, int kTileCols, int kStagesOfQ, int kWarpgroups>
@@ -44,46 +38,10 @@ struct Shared {
   alignas(1024) uint8_t k[2][BN * DQK * 2];
   alignas(1024) uint8_t v[2][BN * DV * 2];
   alignas(8) uint64_t q_full[NQ], q_empty[NQ], k_full[2], k_empty[2], v_full[2], v_empty[2];
-  uint64_t item_full[kItemSlots], item_empty[kItemSlots], tile_full[kTileSlots], tile_empty[kTileSlots];
-  alignas(16) TileItem item[kItemSlots];  // n_tiles -1: the end
-  int32_t head_group[kItemSlots];
-  TileDescriptor tile[kTileSlots];
+  PlanRings plan;
 };
 
-// --- walker and loader --------------------------------------------------------------------------------------
-
-template <class S>
-MAGI_DEVICE void walk_plan(const ForwardParams& p, S& s, int width) {
-  uint32_t tile = 0;
-  for (uint32_t it = 0;; ++it) {
-    const int work = it == 0 ? int(blockIdx.x) : atomicAdd(p.next_work, 1) + int(gridDim.x);
-    const int slot = it % kItemSlots;
-    barrier_wait(shared_address(&s.item_empty[slot]), ((it / kItemSlots) & 1) ^ 1);
-    if (work >= p.n_work) {
-      s.item[slot].n_tiles = -1;
-      barrier_arrive(shared_address(&s.item_full[slot]));
-      return;
-    }
-    const int group = work / p.n_items;
-    const TileItem item = p.items[work - group * p.n_items];
-    s.item[slot] = item;
-    s.head_group[slot] = group;
-    barrier_arrive(shared_address(&s.item_full[slot]));
-    for (int r = item.run_begin; r < item.run_end; ++r) {
-      const TileRun run = p.runs[r];
-      for (int t = 0; t < run.n_tiles; ++t, ++tile) {
-        const int at = tile % kTileSlots;
-        barrier_wait(shared_address(&s.tile_empty[at]), ((tile / kTileSlots) & 1) ^ 1);
-        TileDescriptor& d = s.tile[at];
-        d.col_start = run.col_start + t * width;
-        d.n_band = run.n_band;
-        d.band_begin = run.band_begin;
-        if (run.n_band) d.first = p.bands[run.band_begin];
-        barrier_arrive(shared_address(&s.tile_full[at]));
-      }
-    }
-  }
-}
+// --- loader ---------------------------------------------------------------------------------------------------
 
 // Issues all loads, in the order K0 Q K1 V0 K2 V1 ...
 template <class Shape>
@@ -101,11 +59,11 @@ MAGI_DEVICE void load_tiles(const ForwardParams& p, Shared<Shape>& s) {
   };
   for (uint32_t it = 0;; ++it) {
     const int q_stage = it % NQ, slot = it % kItemSlots;
-    barrier_wait(shared_address(&s.item_full[slot]), (it / kItemSlots) & 1);
-    const int n = s.item[slot].n_tiles, token = s.item[slot].row0, group = s.head_group[slot];
+    barrier_wait(shared_address(&s.plan.item_full[slot]), (it / kItemSlots) & 1);
+    const int n = s.plan.item[slot].n_tiles, token = s.plan.item[slot].row0, group = s.plan.group[slot];
     barrier_wait(shared_address(&s.q_empty[q_stage]), ((it / NQ) & 1) ^ 1);
     // The consumers are done with item it - NQ, and with its slot.
-    if (it >= NQ) barrier_arrive(shared_address(&s.item_empty[(it - NQ) % kItemSlots]));
+    if (it >= NQ) barrier_arrive(shared_address(&s.plan.item_empty[(it - NQ) % kItemSlots]));
     if (n <= 0) {
       barrier_arrive(shared_address(&s.q_full[q_stage]));
       if (n < 0) return;
@@ -115,11 +73,11 @@ MAGI_DEVICE void load_tiles(const ForwardParams& p, Shared<Shape>& s) {
     int previous = 0;
     for (int t = 0; t < n; ++t, ++tile) {
       const int stage = tile & 1;
-      barrier_wait(shared_address(&s.tile_full[tile % kTileSlots]), (tile / kTileSlots) & 1);
-      const int key = s.tile[tile % kTileSlots].col_start;
+      barrier_wait(shared_address(&s.plan.tile_full[tile % kTileSlots]), (tile / kTileSlots) & 1);
+      const int key = s.plan.tile[tile % kTileSlots].col_start;
       barrier_wait(shared_address(&s.k_empty[stage]), ((tile >> 1) & 1) ^ 1);
       // Q K^T of tile - 2 is done, so all warps had issued it, and had read the descriptor of tile - 3 before.
-      if (tile >= 3) barrier_arrive(shared_address(&s.tile_empty[(tile - 3) % kTileSlots]));
+      if (tile >= 3) barrier_arrive(shared_address(&s.plan.tile_empty[(tile - 3) % kTileSlots]));
       barrier_expect(shared_address(&s.k_full[stage]), BN * DQK * 2);
 #pragma unroll
       for (int d = 0; d < DQK / 64; ++d)
@@ -187,7 +145,7 @@ struct Consumer {
   const int row;              // the first of this thread's rows in the tile; the second is row + 8
   const int lane_column;
   const bool leader;
-  uint32_t tile = 0;  // counts the tiles of all items
+  uint32_t tile = 0;     // counts the tiles of all items
   bool storing = false;  // a TMA store may still be reading the stage of Q of the item before
   float o[DV / 2];
   uint32_t weights[BN / 4];  // P as an A operand: an accumulator becomes one without any shuffle
@@ -233,7 +191,7 @@ struct Consumer {
 
   // Returns the number of bands: 0 for a tile without hidden pairs, whose masks are not to be used.
   __device__ __forceinline__ int read_masks(Masks& masks, const Work& w) {
-    const TileDescriptor& d = s.tile[tile % kTileSlots];
+    const TileDescriptor& d = s.plan.tile[tile % kTileSlots];
     const int n = d.n_band;
     if (n) {
       const int col_start = d.col_start, begin = d.band_begin;
@@ -242,7 +200,7 @@ struct Consumer {
         masks[0].add(band, w.first_token + ((row + 8 * 0) >> p.heads_shift), col_start, lane_column);
         masks[1].add(band, w.first_token + ((row + 8 * 1) >> p.heads_shift), col_start, lane_column);
         if (++i >= n) break;
-        band = p.bands[begin + i];
+        band = p.walk.bands[begin + i];
       }
     }
     return n;
@@ -336,8 +294,8 @@ struct Consumer {
     w.number = it;
     barrier_wait(shared_address(&s.q_full[it % NQ]), (it / NQ) & 1);
     const int slot = it % kItemSlots;
-    w.first_token = s.item[slot].row0;
-    w.n_tiles = s.item[slot].n_tiles;
+    w.first_token = s.plan.item[slot].row0;
+    w.n_tiles = s.plan.item[slot].n_tiles;
     w.q = uniform(shared_address(s.q[it % NQ]) + warpgroup * 64 * 128);
     return w;
   }
@@ -345,10 +303,10 @@ struct Consumer {
   // Before the stage of Q is given back: the item's slot goes with it.
   __device__ __forceinline__ void read_rest(Work& w) {
     const int slot = w.number % kItemSlots;
-    w.n_tiles = s.item[slot].n_tiles;  // anew
-    w.n_tokens = s.item[slot].n_rows;
-    w.group = s.head_group[slot];
-    w.slot = s.item[slot].slot;
+    w.n_tiles = s.plan.item[slot].n_tiles;  // anew
+    w.n_tokens = s.plan.item[slot].n_rows;
+    w.group = s.plan.group[slot];
+    w.slot = s.plan.item[slot].slot;
     w.row = opaque(row);
   }
 
@@ -447,7 +405,8 @@ struct Consumer {
       results[r] = close_row(rows.reference[r], rows.sum[r], terms, w.first_token + token_of(w, r), head, row);
       if (lane_column != 0) continue;
       (w.slot < 0 ? p.lse : p.partial_lse)[row] = results[r].lse;
-      if (p.max_logits && rows.reference[r] != -kInfinity) {  // floats order like their bits, the negative ones backwards
+      if (p.max_logits &&
+          rows.reference[r] != -kInfinity) {  // floats order like their bits, the negative ones backwards
         const float most = rows.largest[r] * p.scale;
         if (most >= 0)
           atomicMax(reinterpret_cast<int*>(p.max_logits + head), __float_as_int(most));
@@ -569,8 +528,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) flex_attn_fwd(const __grid
     init(s.q_full, NQ, 1), init(s.q_empty, NQ, W);
     init(s.k_full, 2, 1), init(s.k_empty, 2, W);
     init(s.v_full, 2, 1), init(s.v_empty, 2, W);
-    init(s.item_full, kItemSlots, 1), init(s.item_empty, kItemSlots, 1);
-    init(s.tile_full, kTileSlots, 1), init(s.tile_empty, kTileSlots, 1);
+    s.plan.init();
     fence_barrier_init();
     tma_prefetch(&p.q), tma_prefetch(&p.k), tma_prefetch(&p.v), tma_prefetch(&p.out_tile);
   }
@@ -578,7 +536,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) flex_attn_fwd(const __grid
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
     if (warp == 0 && elect_one()) load_tiles<Shape>(p, s);
-    if (warp == 1 && elect_one()) walk_plan(p, s, Shape::BN);
+    if (warp == 1 && elect_one()) walk_plan(p.walk, s.plan, Shape::BN);
   } else {
     take_registers<Shape::kConsumerRegisters>();
     Consumer<Shape, kBFloat16, kSoftcap>(p, s).run();

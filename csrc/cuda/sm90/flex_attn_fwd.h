@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../common/row_terms.h"
+#include "plan_walk.h"
 #include "tile_plan.h"
 
 namespace magi::cuda::sm90 {
@@ -22,18 +23,13 @@ struct Softcap {
 struct ForwardParams {
   CUtensorMap q, k, v;    // [tokens, heads, dim] in boxes of 64 dims x heads x tokens
   CUtensorMap out_tile;   // of a warpgroup: 64 rows
-  const TileItem* items;  // [n_items] rows are tokens
-  const TileRun* runs;
-  const TileBand* bands;
-  int32_t n_items;        // per group of heads_in_tile heads
-  int32_t n_work;         // n_items * num_heads_q / heads_in_tile
+  Walk walk;              // rows are tokens; a group has heads_in_tile query heads
   int32_t heads_shift;    // log2 of heads_in_tile
   int32_t groups_per_kv;  // such groups per KV head
   int32_t num_heads_q;
   int32_t head_dim_v;
-  int32_t* next_work;  // 0 at launch
-  float scale;         // product -> logit
-  float scale_log2;    // product, with softcap its tanh, -> score, a logit in powers of two
+  float scale;       // product -> logit
+  float scale_log2;  // product, with softcap its tanh, -> score, a logit in powers of two
   Softcap softcap;
   void* out;  // [tokens, num_heads_q, head_dim_v], dense; in the input's dtype or float32
   bool out_float32;
