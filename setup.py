@@ -32,6 +32,10 @@ CPU_SOURCES = [
     "csrc/cpu/range_ops.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/sm90/flex_attn_bwd_dkdv_d128.cu",
+    "csrc/cuda/sm90/flex_attn_bwd_dkdv_d192.cu",
+    "csrc/cuda/sm90/flex_attn_bwd_dkdv_d256.cu",
+    "csrc/cuda/sm90/flex_attn_bwd_dkdv_d64.cu",
     "csrc/cuda/sm90/flex_attn_bwd_rows.cu",
     "csrc/cuda/sm90/flex_attn_fwd_combine.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d128.cu",
@@ -39,6 +43,7 @@ CUDA_SOURCES = [
     "csrc/cuda/sm90/flex_attn_fwd_d256.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d64.cu",
     "csrc/cuda/smxx/range_gather.cu",
+    "csrc/ops/flex_attn_bwd_cuda.cpp",
     "csrc/ops/flex_attn_fwd_cuda.cpp",
 ]
 HEADERS = [
@@ -47,9 +52,13 @@ HEADERS = [
     "csrc/cuda/common/row_mask.cuh",
     "csrc/cuda/common/row_terms.cuh",
     "csrc/cuda/common/row_terms.h",
+    "csrc/cuda/common/softcap.cuh",
+    "csrc/cuda/common/softcap.h",
     "csrc/cuda/ptx/hopper.cuh",
     "csrc/cuda/ptx/layout.cuh",
     "csrc/cuda/ptx/wgmma.cuh",
+    "csrc/cuda/sm90/flex_attn_bwd_dkdv.cuh",
+    "csrc/cuda/sm90/flex_attn_bwd_dkdv.h",
     "csrc/cuda/sm90/flex_attn_bwd_rows.h",
     "csrc/cuda/sm90/flex_attn_fwd.cuh",
     "csrc/cuda/sm90/flex_attn_fwd.h",
@@ -57,6 +66,7 @@ HEADERS = [
     "csrc/cuda/sm90/plan_walk.h",
     "csrc/include/checks.h",
     "csrc/include/tile_plan.h",
+    "csrc/ops/sm90_host.h",
     "csrc/planner/planner.h",
 ]
 

@@ -72,8 +72,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[in
     if found is None or asked not in ("auto", found):
         name = str(dtype).removeprefix("torch.")
         raise NotImplementedError(
-            f"flex_attn has kernels for the CPU, and forward kernels for GPUs of compute capability 9.0 (bfloat16, "
-            f"float16, head_dim up to 256), got backend {asked!r}, {name} tensors on {device} and head dims {head_dims}"
+            f"flex_attn has kernels for the CPU, and for GPUs of compute capability 9.0 (bfloat16, float16, "
+            f"head_dim up to 256), got backend {asked!r}, {name} tensors on {device} and head dims {head_dims}"
             "; `python -m torch_magi info` lists what was built"
         )
     return found
@@ -176,11 +176,11 @@ def _backward(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_against_plan(q, k, v, plan, stage)
-    if choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend) != "cpu":
-        raise NotImplementedError(
-            f"flex_attn has no backward kernel for {q.device} yet; compute without gradients, or on the CPU"
-        )
     shapes, part = CPU_TILES, plan.stages[stage]
+    if choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend) == "sm90":
+        return sm90.backward(
+            dout, dlse, q, k, v, out, lse, dq_before, plan, part, sink, scale, softcap, grad_float32, sm_margin
+        )
     q_tiles = part.tiles("q", shapes.q_rows, shapes.q_cols, q.device)
     k_tiles = part.tiles("k", shapes.k_rows, shapes.k_cols, q.device)
     dq, dk, dv, dsink = flex_attn_bwd_tiles(

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from torch_magi import _planner
 from torch_magi.ops._library import ATTENTION_TAGS, define
-from torch_magi.ops.attn_tiles import fake_forward
+from torch_magi.ops.attn_tiles import fake_backward, fake_forward
 from torch_magi.plan import AttnPlan
 from torch_magi.plan.types import StagePlan
 
@@ -65,6 +65,28 @@ _forward = define(
     lambda q, k, v, *rest: fake_forward(q, v, *rest[-3:-1]),
     ATTENTION_TAGS,
 )
+
+
+_backward = define(
+    "flex_attn_bwd_sm90(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? dq_before, Tensor q_items, Tensor q_runs, Tensor q_bands, Tensor k_items, Tensor k_runs, Tensor k_bands, "
+    "Tensor? sink, int tile_rows, int tile_cols, float scale, float softcap, bool grad_float32, int sm_margin)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    lambda dout, dlse, q, k, v, *rest: fake_backward(q, k, v, rest[9], rest[-2]),
+    ATTENTION_TAGS,
+)
+# What the dK and dV kernel is built with, and where its tiles of queries may begin (flex_attn_bwd_dkdv.h).
+BACKWARD_KEYS, BACKWARD_QUERIES, ROW_ALIGNMENT = 128, 64, 4
+DQ_ROWS = 128
+
+
+class DqInstance(NamedTuple):
+    """What the dQ kernel was built for; keys: the widths of a key tile, for long lists and for short ones."""
+
+    head_dim: int
+    head_dim_v: int
+    softcap: bool
+    keys: tuple[int, ...]
 
 
 class ForwardTiles(NamedTuple):
@@ -179,9 +201,7 @@ def forward(
         q, scale = -q, -scale
     elif scale == 0:  # every logit is 0
         q, scale = torch.zeros_like(q), 1.0
-    hidden = part.hidden_keys(v.device)
-    if hidden is not None:  # their weight is 0, but 0 * NaN is NaN
-        v = v.masked_fill(hidden[:, None, None], 0.0)
+    v = _without(v, part.hidden("k", v.device))
     dim_v = v.shape[2]
     q, k, v = (_pad_head(x) for x in (q, k, v))
     if out_before is not None:
@@ -194,6 +214,53 @@ def forward(
         return_max_logits, sm_margin,
     )  # fmt: skip
     return out[..., :dim_v], lse, max_logits
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq_before: Tensor | None,
+    plan: AttnPlan,
+    part: StagePlan,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float,
+    grad_float32: bool,
+    sm_margin: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of one stage. Arguments as in `flex_attn_bwd`, checked before."""
+    if scale <= 0:  # a scale of 0 is one of 0 * q
+        factor, scale = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
+        dq, *rest = backward(
+            dout, dlse, q * factor, k, v, out, lse, None, plan, part, sink, scale, softcap, grad_float32, sm_margin
+        )
+        dq = dq * factor
+        return (dq if dq_before is None else dq + dq_before), *rest  # type: ignore[return-value]
+    hidden_rows, hidden_keys = part.hidden("q", q.device), part.hidden("k", k.device)
+    q, dout = _without(q, hidden_rows), _without(dout.to(q.dtype), hidden_rows)
+    k, v = _without(k, hidden_keys), _without(v, hidden_keys)
+    dim, dim_v = q.shape[2], v.shape[2]
+    q, k, v, dout, out = (_pad_head(x) for x in (q, k, v, dout, out))
+    if dq_before is not None:
+        dq_before = _pad_head(dq_before)
+    rows, keys = choose_dq_tile(plan, part, softcap > 0)
+    q_tiles = part.tiles("q", rows, keys, q.device)
+    k_tiles = part.tiles("k", BACKWARD_KEYS, BACKWARD_QUERIES, k.device, ROW_ALIGNMENT)
+    dq, dk, dv, dsink = _backward(
+        dout, dlse, q, k, v, out, lse, dq_before, *q_tiles, *k_tiles, sink, rows, keys, scale, softcap, grad_float32,
+        sm_margin,
+    )  # fmt: skip
+    return dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dsink
+
+
+def _without(x: Tensor, hidden: Tensor | None) -> Tensor:
+    """Rows that take part in nothing may hold NaN, and 0 * NaN is NaN."""
+    return x if hidden is None else x.masked_fill(hidden[:, None, None], 0.0)
 
 
 def _pad_head(x: Tensor) -> Tensor:

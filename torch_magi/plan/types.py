@@ -215,17 +215,18 @@ class StagePlan:
         made: TileTensors = self.cached((side, tile_rows, tile_cols, device, col_align), make)
         return made
 
-    def hidden_keys(self, device: torch.device) -> torch.Tensor | None:
-        """Return which keys no row sees, bool [keys] on `device`; None if there are none."""
+    def hidden(self, side: str, device: torch.device) -> torch.Tensor | None:
+        """Return which keys ("k") no row sees, or which rows ("q") see no key: bool on `device`; None if there are none."""
 
         def make() -> tuple[torch.Tensor | None]:
-            rows, keys = self.mask.shape
+            mask = self.mask if side == "k" else self.mask.T
+            rows, keys = mask.shape
             hidden = torch.ones(keys, dtype=torch.bool)
-            for first, last in _planner.key_ranges(self.mask.bands, np.array([[0, rows]], np.int64)).tolist():
+            for first, last in _planner.key_ranges(mask.bands, np.array([[0, rows]], np.int64)).tolist():
                 hidden[first:last] = False
             return (hidden.to(device) if hidden.any() else None,)
 
-        (made,) = self.cached(("hidden_keys", device), make)
+        (made,) = self.cached(("hidden", side, device), make)
         found: torch.Tensor | None = made
         return found
 

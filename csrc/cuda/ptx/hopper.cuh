@@ -73,6 +73,12 @@ MAGI_DEVICE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier,
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
       : "memory");
 }
+// Copies 16-byte units from a 16-byte aligned place.
+MAGI_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 MAGI_DEVICE void tma_store(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
                "r"(x), "r"(y), "r"(z)
@@ -90,6 +96,10 @@ MAGI_DEVICE void fence_shared_for_async() { asm volatile("fence.proxy.async.shar
 template <int kThreads>
 MAGI_DEVICE void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+MAGI_DEVICE void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 template <int kRegisters>
 MAGI_DEVICE void take_registers() {
