@@ -83,13 +83,13 @@ void check_plan(const Tensor& x, const char* name, int64_t width) {
 }
 
 // softcap * tanh(scale / softcap * x), in powers of two.
-sm90::Softcap softcap_of(double scale, double softcap) {
+Softcap softcap_of(double scale, double softcap) {
   constexpr double kLog2e = 1.4426950408889634, kSmall = 1. / 3;
   // tanh(x) / x in powers of x^2, minimax for |x| <= kSmall: within 3e-8.
   constexpr double kPoly[4] = {0.9999999764259748, -0.3333265013890008, 0.1330226640181583, -0.049400007628006726};
   if (softcap <= 0) return {};
   const double inner = scale / softcap;
-  sm90::Softcap c{float(inner), float(softcap * kLog2e), float(kSmall * kSmall / (inner * inner)), {}};
+  Softcap c{float(inner), float(softcap * kLog2e), float(kSmall * kSmall / (inner * inner)), {}};
   double power = scale * kLog2e;
   for (int i = 0; i < 4; ++i, power *= inner * inner) c.poly[i] = float(kPoly[i] * power);
   return c;

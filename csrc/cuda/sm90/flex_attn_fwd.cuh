@@ -12,6 +12,7 @@
 #pragma once
 #include "../common/row_mask.cuh"
 #include "../common/row_terms.cuh"
+#include "../common/softcap.cuh"
 #include "../ptx/hopper.cuh"
 #include "flex_attn_fwd.h"
 #include "plan_walk.cuh"
@@ -111,16 +112,6 @@ struct RowState {
     for (int r = 0; r < 2; ++r) largest[r] = reference[r] = -kInfinity, sum[r] = 0.f;
   }
 };
-
-// The softcap to float32 accuracy, where tanh.approx has 11 bits: logits of 50 * tanh(x) would be off by 0.01. Small
-// products, all that most models ever see, take no special function.
-MAGI_DEVICE float softcap_slope(const Softcap& c, float square) {
-  return fmaf(square, fmaf(square, fmaf(square, c.poly[3], c.poly[2]), c.poly[1]), c.poly[0]);
-}
-MAGI_DEVICE float softcap_of(const Softcap& c, float x) {
-  const float far = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(2.f * kLog2e * c.inner * x)), 1.f) * c.factor;
-  return x * x <= c.small_square ? x * softcap_slope(c, x * x) : far;
-}
 
 // An item as the consumers see it.
 struct Work {

@@ -6,19 +6,13 @@
 #include <cstdint>
 
 #include "../common/row_terms.h"
+#include "../common/softcap.h"
 #include "plan_walk.h"
 #include "tile_plan.h"
 
 namespace magi::cuda::sm90 {
 
 // A query tile has 128 or 192 rows: tokens x heads_in_tile query heads that share a KV head.
-
-// score(x) = factor * tanh(inner * x), in powers of two. Where inner * |x| is small, x * (poly[0] + poly[1] x^2 ...).
-struct Softcap {
-  float inner, factor;
-  float small_square;  // the x^2 up to which the polynomial holds
-  float poly[4];
-};
 
 struct ForwardParams {
   CUtensorMap q, k, v;    // [tokens, heads, dim] in boxes of 64 dims x heads x tokens
