@@ -280,10 +280,11 @@ struct Consumer {
     Masks masks;
     const int k_stage = uniform(tile % NK), v_stage = uniform(tile % NV);
     const int k_before = k_stage ? k_stage - 1 : NK - 1;
+    const uint32_t q = uniform(opaque(w.q));  // anew: the descriptors of a whole loop are more than uniform registers
     barrier_wait(shared_address(&s.k_full[k_stage]), phase_of(tile, NK));
-    start_scores<DQK>(weights, w.q, shared_address(s.k[k_stage]));
+    start_scores<DQK>(weights, q, shared_address(s.k[k_stage]));
     barrier_wait(shared_address(&s.v_full[v_stage]), phase_of(tile, NV));
-    start_scores<DV>(grads, w.q + offsetof(QueryTile<Shape>, dout), shared_address(s.v[v_stage]));
+    start_scores<DV>(grads, q + offsetof(QueryTile<Shape>, dout), shared_address(s.v[v_stage]));
     if constexpr (!kFirst) start_output(shared_address(s.k[k_before]));
     const int n_band = read_masks(masks, w);
     ++tile;
