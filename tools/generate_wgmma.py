@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HEADER = Path(__file__).resolve().parent.parent / "csrc" / "cuda" / "ptx" / "wgmma.cuh"
-WIDTHS = [64, 80, 96, 112, 128, 160, 192, 256]  # columns of the result that a kernel uses
+WIDTHS = [48, 64, 80, 96, 112, 128, 160, 192, 256]  # columns of the result that a kernel uses
 HEAD = """// Made by tools/generate_wgmma.py.
 //
 // wgmma m64nNk16: a 64 x N float32 result in the registers of four warps, from 16-bit operands. A comes from

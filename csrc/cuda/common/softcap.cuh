@@ -15,5 +15,10 @@ MAGI_DEVICE float softcap_of(const Softcap& c, float x) {
   const float far = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(2.f * kLog2e * c.inner * x)), 1.f) * c.factor;
   return x * x <= c.small_square ? x * softcap_slope(c, x * x) : far;
 }
+// What a softcap leaves of a gradient: 1 - tanh^2 where the score is factor * tanh.
+MAGI_DEVICE float softcap_derivative(const Softcap& c, float score) {
+  const float tanh = score * reciprocal_approx(c.factor);
+  return fmaf(-tanh, tanh, 1.f);
+}
 
 }  // namespace magi::cuda

@@ -1,4 +1,4 @@
-// A softcap as host and kernels see it.
+// A softcap of logits, as host and kernels see it.
 #pragma once
 
 namespace magi::cuda {

@@ -211,7 +211,6 @@ struct DkDvConsumer {
   // S -> P; with a softcap the packed P, and P times the softcap's derivative in its place.
   __device__ __forceinline__ void exponentiate(Step& t) {
     const float* lse = s.lse_log2[t.q_stage] + lane_column;
-    [[maybe_unused]] const float inverse = reciprocal_approx(p.softcap.factor);
 #pragma unroll
     for (int j = 0; j < BQ / 8; ++j) {
       const float2 l = *reinterpret_cast<const float2*>(lse + 8 * j);
@@ -226,8 +225,8 @@ struct DkDvConsumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& x = t.scores[4 * j + i];
-          const float score = softcap_of(p.softcap, x), tanh = score * inverse;
-          slope[i] = fmaf(-tanh, tanh, 1.f);
+          const float score = softcap_of(p.softcap, x);
+          slope[i] = softcap_derivative(p.softcap, score);
           x = exp2_approx(score - (i % 2 ? l.y : l.x));
         }
         if (t.n_band) hide(t, j);
