@@ -40,6 +40,7 @@ OPERATORS = (
     "flex_attn_fwd_tiles",
     "flex_attn_bwd_tiles",
     "flex_attn_fwd_sm90",
+    "flex_attn_bwd_sm90",
     "merge_state",
     "range_gather",
     "range_scatter_add",
@@ -82,7 +83,7 @@ def print_info(_: argparse.Namespace) -> None:
     for operator in OPERATORS:
         found = [device for device in ("cpu", "cuda") if _extension.has_kernel(operator, device)]
         print(f"  {operator:20} {', '.join(found) or 'none'}")
-    print("attention (on CUDA: forward)")
+    print("attention")
     for device in ("cpu", "cuda"):
         print(f"  {device:20} {_attention_on(torch.device(device))}")
 

@@ -77,16 +77,17 @@ _backward = define(
 )
 # What the dK and dV kernel is built with, and where its tiles of queries may begin (flex_attn_bwd_dkdv.h).
 BACKWARD_KEYS, BACKWARD_QUERIES, ROW_ALIGNMENT = 128, 64, 4
-DQ_ROWS = 128
-
-
-class DqInstance(NamedTuple):
-    """What the dQ kernel was built for; keys: the widths of a key tile, for long lists and for short ones."""
-
-    head_dim: int
-    head_dim_v: int
-    softcap: bool
-    keys: tuple[int, ...]
+# What the dQ kernel is built with, in the order of preference; costs in cycles of a block, on an H200.
+DQ_INSTANCES = (
+    Instance(64, 64, False, 128, (Width(128),)),
+    Instance(64, 64, True, 128, (Width(128),)),
+    Instance(128, 128, False, 128, (Width(96, 2400, 6000), Width(64, 1730, 2500))),
+    Instance(128, 128, True, 128, (Width(96),)),
+    Instance(192, 128, False, 128, (Width(80),)),
+    Instance(192, 128, True, 128, (Width(80),)),
+    Instance(256, 256, False, 128, (Width(48),)),
+    Instance(256, 256, True, 128, (Width(48),)),
+)
 
 
 class ForwardTiles(NamedTuple):
@@ -107,19 +108,23 @@ class ForwardTiles(NamedTuple):
     num_slots: int
 
 
-def find_instance(head_dim: int, head_dim_v: int, softcap: bool = False) -> Instance | None:
+def find_instance(
+    head_dim: int, head_dim_v: int, softcap: bool = False, instances: tuple[Instance, ...] = INSTANCES
+) -> Instance | None:
     """Return the smallest instance that holds these head dims, or None."""
-    fitting = (i for i in INSTANCES if head_dim <= i.head_dim and head_dim_v <= i.head_dim_v and softcap == i.softcap)
+    fitting = (i for i in instances if head_dim <= i.head_dim and head_dim_v <= i.head_dim_v and softcap == i.softcap)
     return next(fitting, None)
 
 
-def choose_tile(plan: AttnPlan, part: StagePlan, softcap: bool) -> tuple[int, int]:
+def choose_tile(
+    plan: AttnPlan, part: StagePlan, softcap: bool, instances: tuple[Instance, ...] = INSTANCES
+) -> tuple[int, int]:
     """Return the tokens and keys of a tile: query heads packed as far as they go, and the cheaper width.
 
     On the yardstick masks from 2048 to 32768 tokens the chosen width was within 1 % of the faster one; the other
     one cost up to 17 % (prefix documents, 2048).
     """
-    instance = find_instance(plan.head_dim, plan.head_dim_v, softcap)
+    instance = find_instance(plan.head_dim, plan.head_dim_v, softcap, instances)
     assert instance is not None, "choose_backend refuses other head dims"
     ratio = plan.num_heads_q // plan.num_heads_kv
     rows = instance.rows // min(ratio & -ratio, MAX_HEADS_IN_TILE)
@@ -248,7 +253,7 @@ def backward(
     q, k, v, dout, out = (_pad_head(x) for x in (q, k, v, dout, out))
     if dq_before is not None:
         dq_before = _pad_head(dq_before)
-    rows, keys = choose_dq_tile(plan, part, softcap > 0)
+    rows, keys = part.cached(("sm90 dq", softcap > 0), lambda: choose_tile(plan, part, softcap > 0, DQ_INSTANCES))
     q_tiles = part.tiles("q", rows, keys, q.device)
     k_tiles = part.tiles("k", BACKWARD_KEYS, BACKWARD_QUERIES, k.device, ROW_ALIGNMENT)
     dq, dk, dv, dsink = _backward(
