@@ -95,8 +95,7 @@ MAGI_DEVICE void load_tiles(const DqParams& p, Shared<Shape>& s) {
       const uint32_t q = shared_address(s.queries[q_stage].q), dout = shared_address(s.queries[q_stage].dout);
       const int head = group << p.heads_shift;
 #pragma unroll
-      for (int d = 0; d < DQK / 64; ++d)
-        tma_load(q + d * kRows * 128, &p.q, q_full, d * 64, head, token, kEvictFirst);
+      for (int d = 0; d < DQK / 64; ++d) tma_load(q + d * kRows * 128, &p.q, q_full, d * 64, head, token, kEvictFirst);
 #pragma unroll
       for (int d = 0; d < DV / 64; ++d)
         tma_load(dout + d * kRows * 128, &p.dout, q_full, d * 64, head, token, kEvictFirst);
