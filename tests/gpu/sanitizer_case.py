@@ -1,4 +1,4 @@
-"""Small calls of every instance of the forward kernel, for compute-sanitizer (tools/gpu_check.sh)."""
+"""Small calls of every instance of the kernels, for compute-sanitizer (tools/gpu_check.sh)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch_magi.ops import flex_attn_fwd
 mask = masks.document([0, 100, 333], total=400) | masks.prefix_lm(400, 400, 40)
 for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
     for dtype, softcap in ((torch.bfloat16, 0.0), (torch.float16, 3.0)):
-        q = torch.randn(400, 4, dims[0], device="cuda").to(dtype)
-        k, v = (torch.randn(400, 2, d, device="cuda").to(dtype) for d in dims)
+        q = torch.randn(400, 4, dims[0], device="cuda").to(dtype).requires_grad_()
+        k, v = (torch.randn(400, 2, d, device="cuda").to(dtype).requires_grad_() for d in dims)
+        sink = torch.zeros(1, 4, device="cuda", requires_grad=True)
         out, aux = magi.flex_flash_attn(
-            q, k, v, mask, softcap=softcap, sink=torch.zeros(1, 4, device="cuda"),
-            return_aux=magi.AuxRequest(lse=True, max_logits=True),
-        )  # fmt: skip
-        print(dims, dtype, out.float().abs().sum().item(), aux.lse.sum().item())
+            q, k, v, mask, softcap=softcap, sink=sink, return_aux=magi.AuxRequest(lse=True, max_logits=True)
+        )
+        loss = out.float().square().sum() + aux.lse.sum()
+        grads = torch.autograd.grad(loss, (q, k, v, sink))
+        print(dims, dtype, loss.item(), *(g.float().abs().sum().item() for g in grads))
 
 # Rows whose keys several items share, merged with an earlier result.
 plan = magi.make_attn_plan(masks.causal(5, 3000), 4, 2, 64, device="cuda")

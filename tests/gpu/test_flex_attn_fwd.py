@@ -313,7 +313,5 @@ def test_refusals() -> None:
     wide = torch.zeros(8, 2, 320, device=GPU, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"head dims \(320, 320\)"):
         magi.flex_flash_attn(wide, wide, wide, masks.causal(8))
-    with pytest.raises(NotImplementedError, match="no backward kernel for cuda:0 yet"):
-        magi.flex_flash_attn(q.requires_grad_(), q, q, masks.causal(8)).sum().backward()
     with pytest.raises(RuntimeError, match="sm_margin must leave at least one"):
         magi.flex_flash_attn(q.detach(), q, q, masks.causal(8), kernel_options={"sm_margin": 1000})

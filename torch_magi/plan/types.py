@@ -216,7 +216,11 @@ class StagePlan:
         return made
 
     def hidden(self, side: str, device: torch.device) -> torch.Tensor | None:
-        """Return which keys ("k") no row sees, or which rows ("q") see no key: bool on `device`; None if there are none."""
+        """Return which keys ("k") no row sees, or which rows ("q") see no key.
+
+        Returns:
+            bool [keys] or [rows] on `device`; None if there are none.
+        """
 
         def make() -> tuple[torch.Tensor | None]:
             mask = self.mask if side == "k" else self.mask.T
