@@ -2,8 +2,10 @@
 
     python benchmarks/flex_attn.py                                  # all masks at 8192 and 32768 tokens
     python benchmarks/flex_attn.py --masks causal --tokens 8192 --peers cudnn --json FILE
+    python benchmarks/flex_attn.py --backward
 
-TFLOP/s: 4 * visible pairs * query heads * head_dim floating point operations, divided by the median time.
+TFLOP/s: 4 * visible pairs * query heads * head_dim floating point operations, 2.5 times that backward, divided by
+the median time.
 Candidates run in shuffled turns, each call after 1 ms of other work with L2 overwritten. The card is power
 limited: compare within a row, by ratio to the matrix product of that row.
 
@@ -195,23 +197,50 @@ FEATURES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+def backward_of(call: Call, qkv: list[torch.Tensor], dout: torch.Tensor) -> Call:
+    """Return a call of the backward pass alone."""
+    out = call()
+    out = out[0] if isinstance(out, tuple) else out
+    return lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)
+
+
+def difference(found: Any, expected: Any) -> float:
+    """Return the largest relative difference of two results, or of two lists of them."""
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
 def candidates(
-    mask: AttnMask, name: str, heads: tuple[int, int], dim: int, peers: list[str], features: list[str]
+    mask: AttnMask,
+    name: str,
+    heads: tuple[int, int],
+    dim: int,
+    peers: list[str],
+    features: list[str],
+    backward: bool,
 ) -> tuple[dict[str, Call], dict[str, str]]:
     """Return what is timed for a mask, by name, and why each other peer is not."""
     gen = torch.Generator(GPU).manual_seed(0)
     tokens = mask.shape[0]
     qkv = [torch.randn(tokens, h, dim, generator=gen, device=GPU).bfloat16() for h in (heads[0], heads[1], heads[1])]
+    dout = torch.randn(tokens, heads[0], dim, generator=gen, device=GPU).bfloat16()
+    for x in qkv:
+        x.requires_grad_(backward)
+
+    def timed(call: Call) -> Call:
+        return backward_of(call, qkv, dout) if backward else call
+
     plan = magi.make_attn_plan(mask, *heads, dim, device=GPU)
-    calls: dict[str, Call] = {"torch_magi": lambda: magi.flex_flash_attn(*qkv, plan)}
+    calls: dict[str, Call] = {"torch_magi": timed(lambda: magi.flex_flash_attn(*qkv, plan))}
     for feature in features:
-        calls[f"with {feature}"] = functools.partial(magi.flex_flash_attn, *qkv, plan, **FEATURES[feature](heads[0]))
-    ours = calls["torch_magi"]().float()
+        options = FEATURES[feature](heads[0])
+        calls[f"with {feature}"] = timed(functools.partial(magi.flex_flash_attn, *qkv, plan, **options))
+    ours = calls["torch_magi"]()
     without: dict[str, str] = {}
     for peer in peers:
         try:
-            call = PEERS[peer](mask, name, qkv)
-            error = float((call().float() - ours).norm() / ours.norm())
+            call = timed(PEERS[peer](mask, name, qkv))
+            error = difference(call(), ours)
         except Exception as raised:
             lines = str(raised).strip().splitlines()
             without[peer] = f"{type(raised).__name__}: {lines[0] if lines else ''}"[:160]
@@ -232,6 +261,7 @@ def main() -> None:
     parser.add_argument("--heads", default="64,8", help="query heads, kv heads")
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
     parser.add_argument("--features", default="", help="time torch_magi also with: " + ", ".join(FEATURES))
+    parser.add_argument("--backward", action="store_true", help="time the backward pass")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -242,16 +272,20 @@ def main() -> None:
     heads_q, heads_kv = (int(n) for n in given.heads.split(","))
     timer, rows = Timer(), []
     square = torch.randn(MATMUL, MATMUL, device=GPU, dtype=torch.bfloat16)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, heads {given.heads}, head_dim {given.dim}")
+    direction = "backward" if given.backward else "forward"
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, heads {given.heads}, head_dim {given.dim}, {direction}"
+    )
     for tokens in (int(n) for n in given.tokens.split(",")):
         for name in given.masks.split(","):
             mask = YARDSTICK_MASKS[name](tokens)
-            calls, without = candidates(mask, name, (heads_q, heads_kv), given.dim, peers, features)
+            calls, without = candidates(mask, name, (heads_q, heads_kv), given.dim, peers, features, given.backward)
             for peer, why in without.items():
                 print(f"{name:<20}{tokens:>7}  without {peer}: {why}", flush=True)
             calls["matmul"] = lambda: square @ square
             times = timer.medians(calls, given.rounds)
-            work = dict.fromkeys(calls, 4 * mask.area * heads_q * given.dim) | {"matmul": 2 * MATMUL**3}
+            pair = 10 if given.backward else 4  # operations for each dimension of a head
+            work = dict.fromkeys(calls, pair * mask.area * heads_q * given.dim) | {"matmul": 2 * MATMUL**3}
             rates = {n: work[n] / ms / 1e9 for n, ms in times.items()}
             rows.append({"mask": name, "tokens": tokens, "tflops": rates, "ms": times})
             ours = rates["torch_magi"]
@@ -266,7 +300,8 @@ def main() -> None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
         about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
         given.json.write_text(
-            json.dumps({**about, "heads": given.heads, "dim": given.dim, "rows": rows}, indent=1) + "\n"
+            json.dumps({**about, "pass": direction, "heads": given.heads, "dim": given.dim, "rows": rows}, indent=1)
+            + "\n"
         )
 
 
