@@ -5,8 +5,9 @@
 Prints a line per kernel. Fails
 - where a kernel uses local memory (registers spilled, or an array is indexed at run time); in a kernel with tensor
   core products, between the first and the last of them: a number kept there from one item to the next costs nothing;
-- where the loop of a kernel with tensor core products waits for both before the softmax, or moves descriptors
+- where the loop of a kernel with tensor core products waits for all of them before the softmax, or moves descriptors
   between register files among the products: ptxas does either without an error;
+- where a kernel that starts three products together waits for the second of them before the exponentials of the first;
 - where a kernel that was to copy in whole 16-byte units does not;
 - where the library has no kernels for sm_90a.
 """
@@ -26,7 +27,9 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_
 LOCAL_MEMORY = ("LDL", "STL")
 MAX_MOVES = 2  # R2UR among the products of a loop
 # Kernels with more of them: at head_dim 256 the 21 descriptors of a loop do not all stay in uniform registers.
-MOVES = {"Li256ELi256E": 10}
+MOVES = {"13flex_attn_fwdINS1_5ShapeILi256ELi256E": 10}
+# Products that the loop of a kernel starts together, where not two.
+PRODUCTS = {"flex_attn_bwd_dq": 3}
 # Kernel name -> instructions of which it must have one: the copy of whole 16-byte units.
 REQUIRED = {"gather_rowsI5uint4": ("LDG.E.128", "STG.E.128")}
 
@@ -71,25 +74,38 @@ def problems_of(name: str, instructions: list[str]) -> list[str]:
         if part in name:
             found += [f"no {op}" for op in wanted if not any(i.startswith(op) for i in instructions)]
     if counts["HGMMA"]:
-        most = next((n for part, n in MOVES.items() if part in name), MAX_MOVES)
-        found += problems_of_products(instructions, most)
+        most_moves = next((n for part, n in MOVES.items() if part in name), MAX_MOVES)
+        together = next((n for part, n in PRODUCTS.items() if part in name), 2)
+        found += problems_of_products(instructions, together, most_moves)
     return found
 
 
-def problems_of_products(instructions: list[str], most_moves: int) -> list[str]:
-    """Return what is wrong with the loop that starts two products and waits for the first alone."""
-
-    def waits_for(op: str, pending: int) -> bool:
-        return op.startswith("WARPGROUP.DEPBAR") and op.rstrip().endswith(f"0x{pending}")
-
-    first_waits = [i for i, op in enumerate(instructions) if waits_for(op, 1)]
-    if len(first_waits) != 1:
-        return [f"{len(first_waits)} waits for the first of two products, expected 1"]
-    end = first_waits[0]
-    begin = max((i for i, op in enumerate(instructions[:end]) if waits_for(op, 0)), default=0)
+def problems_of_products(instructions: list[str], together: int, most_moves: int) -> list[str]:
+    """Return what is wrong with the loop that starts some products together and waits for the first alone."""
+    waits = [(i, op.rstrip()[-1]) for i, op in enumerate(instructions) if op.startswith("WARPGROUP.DEPBAR")]
+    firsts = [n for n, (_, pending) in enumerate(waits) if pending == str(together - 1)]
+    if len(firsts) != 1:
+        count = {2: "two", 3: "three"}[together]
+        return [f"{len(firsts)} waits for the first of {count} products, expected 1"]
+    first, end = firsts[0], waits[firsts[0]][0]
+    begin = max((i for i, pending in waits[:first] if pending == "0"), default=0)
     products = [i for i in range(begin, end) if instructions[i].startswith("HGMMA")]
     moves = sum(instructions[i].startswith("R2UR") for i in range(products[0], end))
-    return [f"{moves} R2UR among the products of the loop"] if moves > most_moves else []
+    found = [f"{moves} R2UR among the products of the loop"] if moves > most_moves else []
+    return found if together == 2 else found + problems_of_exponentials(instructions, waits[first : first + 3])
+
+
+def problems_of_exponentials(instructions: list[str], waits: list[tuple[int, str]]) -> list[str]:
+    """Return what is wrong with the waits for three products: all exponentials belong between the first two."""
+    if [pending for _, pending in waits] != ["2", "1", "0"]:
+        return ["the loop does not wait for its three products one after the other"]
+    (first, _), (second, _), (third, _) = waits
+
+    def exponentials(begin: int, end: int) -> int:
+        return sum(op.startswith("MUFU.EX2") for op in instructions[begin:end])
+
+    late, all_of_them = exponentials(second, third), exponentials(first, third)
+    return [f"{late} of {all_of_them} exponentials after the second wait"] if late or not all_of_them else []
 
 
 def main() -> int:

@@ -45,3 +45,24 @@ def test_loops_of_products() -> None:
     assert check_sass.problems_of("kernel", [*spilled[:4], *spilled[5:], "LDL R3, [R1] "]) == []
     serial = [PRODUCT, WAIT_BOTH, PRODUCT, WAIT_BOTH]
     assert check_sass.problems_of("kernel", serial) == ["0 waits for the first of two products, expected 1"]
+
+
+def test_loops_of_three_products() -> None:
+    name, exponential = "flex_attn_bwd_dq", "MUFU.EX2 R1, R2"
+    waits = [f"WARPGROUP.DEPBAR.LE gsb0, 0x{pending}" for pending in (2, 1, 0)]
+    first_tile = [PRODUCT, PRODUCT, WAIT_FIRST, exponential, WAIT_BOTH]
+    started = [*first_tile, PRODUCT, PRODUCT, PRODUCT]
+    rest = [PRODUCT, WAIT_BOTH]
+    good = [*started, waits[0], exponential, exponential, waits[1], "FMUL R1, R2, R3 ", waits[2], *rest]
+    assert check_sass.problems_of(name, good) == []
+    assert check_sass.problems_of("flex_attn_fwd", good) == ["2 waits for the first of two products, expected 1"]
+    hoisted = [*started, waits[0], exponential, waits[1], exponential, waits[2], *rest]
+    assert check_sass.problems_of(name, hoisted) == ["1 of 2 exponentials after the second wait"]
+    before_all = [*started, waits[0], waits[1], waits[2], exponential, *rest]
+    assert check_sass.problems_of(name, before_all) == ["0 of 0 exponentials after the second wait"]
+    merged = [*started, waits[0], exponential, waits[2], *rest]
+    assert check_sass.problems_of(name, merged) == ["the loop does not wait for its three products one after the other"]
+    moved = [*good[:6], *["R2UR UR4, R1 "] * 3, *good[6:]]
+    assert check_sass.problems_of(name, moved) == ["3 R2UR among the products of the loop"]
+    serial = [*first_tile, PRODUCT, WAIT_BOTH]
+    assert check_sass.problems_of(name, serial) == ["0 waits for the first of three products, expected 1"]

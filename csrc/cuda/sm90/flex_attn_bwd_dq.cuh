@@ -426,7 +426,8 @@ __global__ void __launch_bounds__(kThreads, 1) flex_attn_bwd_dq(const __grid_con
     init(s.v_full, NV, 1), init(s.v_empty, NV, kWarpgroups);
     s.plan.init();
     fence_barrier_init();
-    tma_prefetch(&p.q), tma_prefetch(&p.dout), tma_prefetch(&p.k), tma_prefetch(&p.v), tma_prefetch(&p.dq_tile);
+    tma_prefetch(&p.q), tma_prefetch(&p.dout), tma_prefetch(&p.k), tma_prefetch(&p.v);
+    if (!p.dq_float32) tma_prefetch(&p.dq_tile);
   }
   __syncthreads();
   if (warp < 4) {
