@@ -21,6 +21,8 @@ template <int kHeadDim, int kHeadDimV, int kTileCols, int kStagesOfQ, int kStage
 struct Shape {
   static constexpr int DQK = kHeadDim, DV = kHeadDimV, BN = kTileCols;
   static constexpr int NQ = kStagesOfQ, NK = kStagesOfK, NV = kStagesOfV;
+  // Where dQ is staged for its store. The other of the two is free for the next item before the last dQ product.
+  static constexpr bool kStageInDout = DV >= DQK;
   static_assert(NK >= 2 && NK < kTileSlots && NQ < kItemSlots, "the walker must get ahead");
 };
 
@@ -41,7 +43,8 @@ struct Shared {
   QueryTile<Shape> queries[NQ];
   alignas(1024) uint8_t k[NK][BN * DQK * 2];
   alignas(1024) uint8_t v[NV][BN * DV * 2];
-  alignas(8) uint64_t q_full[NQ], q_empty[NQ], k_full[NK], k_empty[NK], v_full[NV], v_empty[NV];
+  alignas(8) uint64_t q_full[NQ], q_empty[NQ], dout_full[NQ], dout_empty[NQ];
+  alignas(8) uint64_t k_full[NK], k_empty[NK], v_full[NV], v_empty[NV];
   PlanRings plan;
 };
 
@@ -57,16 +60,37 @@ MAGI_DEVICE void load_tiles(const DqParams& p, Shared<Shape>& s) {
   uint32_t tile = 0;  // runs on over all items, as the phases of the barriers do
   for (uint32_t it = 0;; ++it) {
     const int q_stage = it % NQ, slot = it % kItemSlots;
-    const uint32_t q_full = shared_address(&s.q_full[q_stage]);
+    const uint32_t q_full = shared_address(&s.q_full[q_stage]), dout_full = shared_address(&s.dout_full[q_stage]);
     barrier_wait(shared_address(&s.plan.item_full[slot]), phase_of(it, kItemSlots));
     const int n = s.plan.item[slot].n_tiles, token = s.plan.item[slot].row0, group = s.plan.group[slot];
-    auto wait_for_stage_of_q = [&] {
-      barrier_wait(shared_address(&s.q_empty[q_stage]), phase_of(it, NQ) ^ 1);
-      // The consumers are done with item it - NQ, and with its slot.
+    const int head = group << p.heads_shift;
+    auto wait_for_q = [&] { barrier_wait(shared_address(&s.q_empty[q_stage]), phase_of(it, NQ) ^ 1); };
+    auto wait_for_dout = [&] { barrier_wait(shared_address(&s.dout_empty[q_stage]), phase_of(it, NQ) ^ 1); };
+    auto load_q = [&] {
+      wait_for_q();
+      barrier_expect(q_full, kRows * DQK * 2);
+#pragma unroll
+      for (int d = 0; d < DQK / 64; ++d)
+        tma_load(shared_address(s.queries[q_stage].q) + d * kRows * 128, &p.q, q_full, d * 64, head, token,
+                 kEvictFirst);
+    };
+    auto load_dout = [&] {
+      wait_for_dout();
+      barrier_expect(dout_full, kRows * DV * 2);
+#pragma unroll
+      for (int d = 0; d < DV / 64; ++d)
+        tma_load(shared_address(s.queries[q_stage].dout) + d * kRows * 128, &p.dout, dout_full, d * 64, head, token,
+                 kEvictFirst);
+    };
+    // Where both are free, the consumers are done with item it - NQ, and with its slot.
+    auto release_slot = [&] {
       if (it >= NQ) barrier_arrive(shared_address(&s.plan.item_empty[(it - NQ) % kItemSlots]));
     };
     if (n <= 0) {
-      wait_for_stage_of_q();
+      wait_for_q();
+      wait_for_dout();
+      release_slot();
+      barrier_arrive(dout_full);
       barrier_arrive(q_full);
       if (n < 0) return;
       continue;
@@ -90,15 +114,14 @@ MAGI_DEVICE void load_tiles(const DqParams& p, Shared<Shape>& s) {
       for (int d = 0; d < DV / 64; ++d)
         tma_load(shared_address(s.v[v_stage]) + d * BN * 128, &p.v, v_full, d * 64, kv_head, key, kEvictLast);
       if (t > 0) continue;
-      wait_for_stage_of_q();
-      barrier_expect(q_full, kRows * (DQK + DV) * 2);
-      const uint32_t q = shared_address(s.queries[q_stage].q), dout = shared_address(s.queries[q_stage].dout);
-      const int head = group << p.heads_shift;
-#pragma unroll
-      for (int d = 0; d < DQK / 64; ++d) tma_load(q + d * kRows * 128, &p.q, q_full, d * 64, head, token, kEvictFirst);
-#pragma unroll
-      for (int d = 0; d < DV / 64; ++d)
-        tma_load(dout + d * kRows * 128, &p.dout, q_full, d * 64, head, token, kEvictFirst);
+      if constexpr (Shape::kStageInDout) {
+        load_q();
+        load_dout();
+      } else {
+        load_dout();
+        load_q();
+      }
+      release_slot();
     }
   }
 }
@@ -121,6 +144,8 @@ struct Consumer {
   using Scores = Wgmma<BN, kBFloat16, 0>;
   using Output = Wgmma<DQK, kBFloat16, 1>;
   using Masks = RowMask<BN>[2];
+  static constexpr uint32_t kToDout = offsetof(QueryTile<Shape>, dout);  // from a row of Q to that of dO
+  static constexpr uint32_t kToStaged = Shape::kStageInDout ? kToDout : 0;
 
   const DqParams& p;
   S& s;
@@ -129,7 +154,7 @@ struct Consumer {
   const int lane_column;
   const bool leader;
   uint32_t tile = 0;     // counts the tiles of all items
-  bool storing = false;  // a TMA store may still be reading the stage of Q of the item before
+  bool storing = false;  // a TMA store may still be reading what the item before has staged
   float lse_log2[2], delta[2];
   float dq[DQK / 2];
   uint32_t ds[BN / 4];  // dS as an A operand: an accumulator becomes one without any shuffle
@@ -241,7 +266,7 @@ struct Consumer {
     read_rest(w);
     return w;
   }
-  // Also before the stage of Q is given back: the item's slot goes with it.
+  // Also before what was staged is given back: the item's slot goes with it.
   __device__ __forceinline__ void read_rest(Work& w) {
     const int slot = w.number % kItemSlots;
     w.n_tiles = s.plan.item[slot].n_tiles;
@@ -261,12 +286,20 @@ struct Consumer {
     }
   }
 
-  // Gives the stage of Q of item `number` back once its store has read it. Put off until other work is under way:
-  // the wait stalls a whole warp.
+  // The barriers of what an item's dQ is staged in, and of the other one of Q and dO.
+  __device__ __forceinline__ uint32_t staged_empty(uint32_t it) const {
+    return shared_address(&(Shape::kStageInDout ? s.dout_empty : s.q_empty)[it % NQ]);
+  }
+  __device__ __forceinline__ uint32_t other_empty(uint32_t it) const {
+    return shared_address(&(Shape::kStageInDout ? s.q_empty : s.dout_empty)[it % NQ]);
+  }
+
+  // Gives back what item `number` has staged once its store has read it. Put off until other work is under way: the
+  // wait stalls a whole warp.
   __device__ __forceinline__ void release_stored(uint32_t number) {
     if (storing && warp == 0 && elect_one()) {
       tma_store_wait_read();
-      barrier_arrive(shared_address(&s.q_empty[number % NQ]));
+      barrier_arrive(staged_empty(number));
     }
     storing = false;
   }
@@ -282,8 +315,9 @@ struct Consumer {
     const uint32_t q = uniform(opaque(w.q));  // anew: the descriptors of a whole loop are more than uniform registers
     barrier_wait(shared_address(&s.k_full[k_stage]), phase_of(tile, NK));
     start_scores<DQK>(weights, q, shared_address(s.k[k_stage]));
+    if constexpr (kFirst) barrier_wait(shared_address(&s.dout_full[w.number % NQ]), phase_of(w.number, NQ));
     barrier_wait(shared_address(&s.v_full[v_stage]), phase_of(tile, NV));
-    start_scores<DV>(grads, q + offsetof(QueryTile<Shape>, dout), shared_address(s.v[v_stage]));
+    start_scores<DV>(grads, q + kToDout, shared_address(s.v[v_stage]));
     if constexpr (!kFirst) start_output(shared_address(s.k[k_before]));
     const int n_band = read_masks(masks, w);
     ++tile;
@@ -352,7 +386,7 @@ struct Consumer {
     }
   }
 
-  // Puts the rows into this warpgroup's half of Q, which nobody reads any more: each warp its 16 rows.
+  // Puts the rows where this warpgroup's half of dO or Q was, which nobody reads any more: each warp its 16 rows.
   __device__ __forceinline__ void stage_rows(uint32_t to) {
     const int r = warp * 16 + (threadIdx.x & 15), half = threadIdx.x >> 4 & 1;
 #pragma unroll
@@ -367,16 +401,16 @@ struct Consumer {
     if (p.dq_float32 || (w.n_tokens << p.heads_shift) < kRows) {
       store_rows(w);
       named_barrier_sync<128>(barrier);
-      if (leader) barrier_arrive(shared_address(&s.q_empty[w.number % NQ]));
+      if (leader) barrier_arrive(staged_empty(w.number));
       return;
     }
-    stage_rows(w.q);
+    stage_rows(w.q + kToStaged);
     fence_shared_for_async();
     named_barrier_sync<128>(barrier);
     if (warp == 0 && elect_one()) {
 #pragma unroll
       for (int d = 0; d < DQK / 64; ++d)
-        tma_store(&p.dq_tile, w.q + d * kRows * 128, d * 64, w.group << p.heads_shift,
+        tma_store(&p.dq_tile, w.q + kToStaged + d * kRows * 128, d * 64, w.group << p.heads_shift,
                   w.first_token + ((warpgroup * 64) >> p.heads_shift));
       tma_store_commit();
     }
@@ -395,9 +429,11 @@ struct Consumer {
         do_tile<true>(w);
 #pragma unroll 1
         for (int left = w.n_tiles; left > 1; --left) do_tile<false>(w);
+        if (leader) barrier_arrive(other_empty(it));  // its S and dP are done
         last_output();
       } else {
         release_stored(w.number - 1);
+        if (leader) barrier_arrive(other_empty(it));
       }
       read_rest(w);
       scale_rows(w);
@@ -422,6 +458,7 @@ __global__ void __launch_bounds__(kThreads, 1) flex_attn_bwd_dq(const __grid_con
       for (int i = 0; i < n; ++i) barrier_init(shared_address(barriers + i), arrivals);
     };
     init(s.q_full, NQ, 1), init(s.q_empty, NQ, kWarpgroups);
+    init(s.dout_full, NQ, 1), init(s.dout_empty, NQ, kWarpgroups);
     init(s.k_full, NK, 1), init(s.k_empty, NK, kWarpgroups);
     init(s.v_full, NV, 1), init(s.v_empty, NV, kWarpgroups);
     s.plan.init();
