@@ -273,9 +273,8 @@ def main() -> None:
     timer, rows = Timer(), []
     square = torch.randn(MATMUL, MATMUL, device=GPU, dtype=torch.bfloat16)
     direction = "backward" if given.backward else "forward"
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, heads {given.heads}, head_dim {given.dim}, {direction}"
-    )
+    gpu = torch.cuda.get_device_name()
+    print(f"{gpu}, torch {torch.__version__}, heads {given.heads}, head_dim {given.dim}, {direction}")
     for tokens in (int(n) for n in given.tokens.split(",")):
         for name in given.masks.split(","):
             mask = YARDSTICK_MASKS[name](tokens)
@@ -298,7 +297,7 @@ def main() -> None:
     if given.json:
         here = Path(__file__).parent
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
+        about = {"gpu": gpu, "torch": torch.__version__, "commit": commit}
         given.json.write_text(
             json.dumps({**about, "pass": direction, "heads": given.heads, "dim": given.dim, "rows": rows}, indent=1)
             + "\n"

@@ -141,11 +141,11 @@ def test_dtypes_and_missing_results_are_noticed() -> None:
     x = random_inputs(mask, dtype=torch.bfloat16, seed=0)
     truth = run_reference(x.query, x.key, x.value, mask, dout=x.dout)
     low = run_low(x.query, x.key, x.value, mask, dout=x.dout)
-    assert_results_close(low, truth, [low], torch.bfloat16)
+    assert_results_close(low, truth, [low], torch.bfloat16, 8)
     with pytest.raises(AssertionError, match=r"dq must be torch.bfloat16 .* got torch.float32"):
-        assert_results_close(low._replace(dq=low.dq.float()), truth, [low], torch.bfloat16)
+        assert_results_close(low._replace(dq=low.dq.float()), truth, [low], torch.bfloat16, 8)
     with pytest.raises(AssertionError, match="dk is missing"):
-        assert_results_close(low._replace(dk=None), truth, [low], torch.bfloat16)
+        assert_results_close(low._replace(dk=None), truth, [low], torch.bfloat16, 8)
 
 
 def test_random_masks_are_made_again_by_their_seed() -> None:
