@@ -92,7 +92,11 @@ inline Softcap softcap_of(double scale, double softcap) {
   constexpr double kPoly[4] = {0.9999999764259748, -0.3333265013890008, 0.1330226640181583, -0.049400007628006726};
   if (softcap <= 0) return {};
   const double inner = scale / softcap;
-  Softcap c{float(inner), float(softcap * kLog2e), float(kSmall * kSmall / (inner * inner)), {}};
+  Softcap c{float(2 * kLog2e * inner),
+            float(softcap * kLog2e),
+            float(1 / (softcap * kLog2e)),
+            float(kSmall * kSmall / (inner * inner)),
+            {}};
   double power = scale * kLog2e;
   for (int i = 0; i < 4; ++i, power *= inner * inner) c.poly[i] = float(kPoly[i] * power);
   return c;

@@ -80,11 +80,11 @@ BACKWARD_KEYS, BACKWARD_QUERIES, ROW_ALIGNMENT = 128, 64, 4
 # What the dQ kernel is built with, in the order of preference; costs in cycles of a block, on an H200.
 DQ_INSTANCES = (
     Instance(64, 64, False, 128, (Width(128),)),
-    Instance(64, 64, True, 128, (Width(112),)),
+    Instance(64, 64, True, 128, (Width(96),)),
     Instance(128, 128, False, 128, (Width(96, 2400, 6000), Width(64, 1730, 2500))),
-    Instance(128, 128, True, 128, (Width(96),)),
+    Instance(128, 128, True, 128, (Width(80),)),
     Instance(192, 128, False, 128, (Width(80),)),
-    Instance(192, 128, True, 128, (Width(80),)),
+    Instance(192, 128, True, 128, (Width(64),)),
     Instance(256, 256, False, 128, (Width(48),)),
     Instance(256, 256, True, 128, (Width(48),)),
 )

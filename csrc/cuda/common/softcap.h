@@ -3,10 +3,11 @@
 
 namespace magi::cuda {
 
-// score(x) = factor * tanh(inner * x), in powers of two. Where inner * |x| is small, x * (poly[0] + poly[1] x^2 ...).
+// score(x) = factor * tanh(inner * x), in powers of two.
 struct Softcap {
-  float inner, factor;
-  float small_square;  // the x^2 up to which the polynomial holds
+  float exponent;         // of tanh(inner * x) = 1 - 2 / (1 + 2^(exponent * x))
+  float factor, inverse;  // inverse: 1 / factor
+  float small_square;     // up to this x^2 score(x) is x * (poly[0] + poly[1] x^2 ...)
   float poly[4];
 };
 

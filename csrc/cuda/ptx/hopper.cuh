@@ -143,6 +143,14 @@ MAGI_DEVICE float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Never a branch, which the compiler makes of `?:` where one side is expensive.
+MAGI_DEVICE float select(bool condition, float yes, float no) {
+  float y;
+  asm("{.reg .pred p; setp.ne.b32 p, %1, 0; selp.f32 %0, %2, %3, p;}"
+      : "=f"(y)
+      : "r"(int(condition)), "f"(yes), "f"(no));
+  return y;
+}
 template <bool kBFloat16>
 MAGI_DEVICE uint32_t pack(float low, float high) {
   uint32_t r;

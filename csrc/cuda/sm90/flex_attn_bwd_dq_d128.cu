@@ -6,6 +6,6 @@ namespace magi::cuda::sm90 {
 
 const DqInstance kDq128 = dq::instance_of<dq::Shape<128, 128, 96, 1, 3, 2>, false>();
 const DqInstance kDq128Narrow = dq::instance_of<dq::Shape<128, 128, 64, 2, 3, 2>, false>();
-const DqInstance kDq128Softcap = dq::instance_of<dq::Shape<128, 128, 96, 1, 3, 2>, true>();
+const DqInstance kDq128Softcap = dq::instance_of<dq::Shape<128, 128, 80, 1, 3, 2>, true>();
 
 }  // namespace magi::cuda::sm90

@@ -4,6 +4,6 @@
 namespace magi::cuda::sm90 {
 
 const DqInstance kDq64 = dq::instance_of<dq::Shape<64, 64, 128, 2, 3, 2>, false>();
-const DqInstance kDq64Softcap = dq::instance_of<dq::Shape<64, 64, 112, 2, 3, 2>, true>();
+const DqInstance kDq64Softcap = dq::instance_of<dq::Shape<64, 64, 96, 2, 3, 2>, true>();
 
 }  // namespace magi::cuda::sm90

@@ -258,7 +258,7 @@ struct Consumer {
         });
       else
         sum_weights(x, [&](float y, float reference) {
-          return y == -kInfinity ? 0.f : exp2_approx(softcap_of(c, y) - reference);
+          return select(y == -kInfinity, 0.f, exp2_approx(softcap_of(c, y) - reference));
         });
     } else {
       sum_weights(x, [&](float y, float reference) { return exp2_approx(fmaf(y, p.scale_log2, -reference)); });
