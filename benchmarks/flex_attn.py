@@ -252,6 +252,12 @@ def candidates(
     return calls, without
 
 
+def head_commit() -> str:
+    """Return the commit of this tree."""
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return run.stdout.strip()
+
+
 def main() -> None:
     """Print the table; write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -264,6 +270,7 @@ def main() -> None:
     parser.add_argument("--backward", action="store_true", help="time the backward pass")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="what to write as the commit; default: HEAD of this tree")
     given = parser.parse_args()
     peers = [peer for peer in given.peers.split(",") if peer]
     features = [feature for feature in given.features.split(",") if feature]
@@ -295,9 +302,7 @@ def main() -> None:
             )
             torch._dynamo.reset()
     if given.json:
-        here = Path(__file__).parent
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
-        about = {"gpu": gpu, "torch": torch.__version__, "commit": commit}
+        about = {"gpu": gpu, "torch": torch.__version__, "commit": given.commit or head_commit()}
         given.json.write_text(
             json.dumps({**about, "pass": direction, "heads": given.heads, "dim": given.dim, "rows": rows}, indent=1)
             + "\n"

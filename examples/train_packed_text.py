@@ -78,7 +78,7 @@ def choose_device(wanted: str) -> str:
     """Return the device to train on: a GPU if there is one and torch_magi has kernels for it."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return "cpu"
-    x = torch.zeros(1, 1, 32, device="cuda")
+    x = torch.zeros(1, 1, 32, device="cuda", dtype=torch.bfloat16)
     try:
         magi.flex_flash_attn(x, x, x, magi.masks.causal(1))
     except NotImplementedError as error:

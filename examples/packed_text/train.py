@@ -46,6 +46,11 @@ class Settings:
     save_every: int = 0
     resume: Path | None = None
 
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        """The dtype that attention is computed in: on a GPU autocast makes it bfloat16."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
     def read_corpus(self) -> list[np.ndarray]:
         """Return the text to train on, without what a run has written."""
         written = [folder for folder in (self.out, self.checkpoint) if folder is not None]
@@ -92,7 +97,7 @@ def plan_of(batch: Batch, model: ModelConfig, settings: Settings, ranks: int, ra
     """Return the plan of a batch for one rank. Pure: any process can plan for any rank."""
     return magi.make_attn_plan(
         magi.masks.document(batch.cu_seqlens, causal=True), model.heads_q, model.heads_kv, model.head_dim,
-        dtype=torch.float32, device=settings.device, cp_size=ranks, cp_rank=rank,
+        dtype=settings.attention_dtype, device=settings.device, cp_size=ranks, cp_rank=rank,
         config=magi.PlanConfig(dispatcher=settings.dispatcher, overlap_degree=settings.overlap_degree),
     )  # fmt: skip
 
@@ -135,7 +140,8 @@ class Trainer:
         rows = [magi.dispatch(x.to(self.device), plan) for x in (batch.tokens, batch.targets, batch.positions)]
         # The loss is a mean over the whole batch, so each rank divides by the number of targets of all ranks,
         # and the ranks' gradients add up.
-        loss = self.forward(*rows, plan, self.group) / batch.num_targets
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = self.forward(*rows, plan, self.group) / batch.num_targets
         self.optimizer.zero_grad()
         loss.backward()
         total = self.sum_over_ranks(loss.detach())

@@ -168,7 +168,7 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
     n, padded, exchange = plan.num_tokens_local, max(plan.dispatch.tokens_per_rank), plan.stages[1].comm
     assert exchange is not None
     received, sent = exchange.num_received, exchange.num_sent
-    options = (0.3, 0.0, True, False, "auto", 0)
+    options = (0.3, 0.0, True, False, "auto", 0, 0)
     return {
         "group_cast_all_to_all": (START_UTILITIES, [(normal(n, 3), None, plan, 1, received, name)]),
         "group_reduce_all_to_all": (START_UTILITIES, [(normal(received, 3), None, plan, 1, sent, name)]),

@@ -180,17 +180,25 @@ class _ContextParallelAttn(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsink, *(None,) * 10
 
 
-def _context_parallel_attn(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, *rest: Any) -> Any:
+def _context_parallel_attn(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, *arguments: Any
+) -> Any:
+    *rest, _ = arguments
     if wants_grad(q, k, v, sink):
         return _ContextParallelAttn.apply(q, k, v, plan, sink, *rest)  # type: ignore[no-untyped-call]
     return _forward(q, k, v, plan, sink, *rest)
 
 
+# Compilers keep what they made of this operator on disk, under its name and arguments. Raise this number with every
+# change of what it decomposes into, so that nobody runs code that was made for another version.
+DECOMPOSITION = 2
+
 # Decomposes while it is traced, in forward and backward, so that a compiler sees every start, wait and stage.
 lib.define(
     f"context_parallel_attn(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, Tensor? sink, int num_stages, "
     "SymInt[] received, SymInt[] sent, str group_name, float scale, float softcap, bool return_max_logits, "
-    "bool deterministic, str backend, int sm_margin) -> (Tensor out, Tensor lse, Tensor max_logits)",
+    "bool deterministic, str backend, int sm_margin, int decomposition)"
+    " -> (Tensor out, Tensor lse, Tensor max_logits)",
     tags=ATTENTION_TAGS,
 )
 lib.impl("context_parallel_attn", _context_parallel_attn, "CompositeImplicitAutograd")
@@ -260,5 +268,6 @@ def context_parallel_attn(
         call.deterministic,
         call.backend,
         call.sm_margin,
+        DECOMPOSITION,
     )
     return finish(call, return_aux, out, lse, max_logits)
