@@ -56,19 +56,11 @@ MOVES = {
     # The 21 descriptors of a loop do not all stay in uniform registers.
     r"flex_attn_fwdINS1_5ShapeILi256E": 10,
     r"flex_attn_bwd_dqINS2_5ShapeILi64E\w*ELb1EEEv": 3,
-    r"DkDvShapeILi256E\w*ELb1ELb0ELi": 131,
-    r"DkDvShapeILi256E\w*ELb0ELb1ELi": 13,
-    r"DkDvShapeILi192E\w*ELb1ELb0ELi": 25,
-    r"DkDvShapeILi128E\w*ELb1ELb0ELi": 12,
-    r"DkDvShapeILi128E\w*ELb1ELb1ELi": 19,
-    r"DkDvShapeILi64E\w*ELb1ELb1ELi": 3,
 }
 # Kernel -> the most instructions on local memory outside the tile loop, where any may be.
 SPILLS = {
-    # Producers with 24 registers spill, and the consumers keep there what they need once an item.
-    r"DkDvShapeILi128E\w*ELb1ELb1ELi": 46,
-    r"DkDvShapeILi192E\w*ELb1ELb0ELi": 21,
-    r"DkDvShapeILi256E\w*ELb1ELb0ELi": 56,
+    # With 240 registers for the consumers the producers have 24, and spill: the counter of items, and addresses.
+    r"DkDvShapeILi128E\w*ELb1ELb1ELi": 20,
 }
 # Part of a kernel's name -> instructions of which it must have one: the copy of whole 16-byte units.
 REQUIRED = {"gather_rowsI5uint4": ("LDG.E.128", "STG.E.128")}
