@@ -20,49 +20,81 @@ LISTING = """
 
 
 def test_instructions_are_read_with_their_predicates() -> None:
-    names = [op.split()[0] for op in check_sass.INSTRUCTION.findall(LISTING)]
-    assert names == ["LDC", "LDG.E.128", "STL.64", "STG.E.128"]
+    instructions = check_sass.instructions_of(LISTING)
+    assert [i.name for i in instructions] == ["LDC", "LDG", "STL", "STG"]
+    assert [i.address for i in instructions] == [0, 0x10, 0x20, 0x30]
+    assert instructions[3].text.startswith("STG.E.128 desc")
 
 
-def test_problems() -> None:
-    instructions = check_sass.INSTRUCTION.findall(LISTING)
+def kernel(*texts: str) -> list:
+    """Return instructions at 0x0, 0x10, ..."""
+    return [check_sass.Instruction(16 * i, text) for i, text in enumerate(texts)]
+
+
+def test_local_memory_and_copies() -> None:
+    instructions = check_sass.instructions_of(LISTING)
     assert check_sass.problems_of("any_kernel", instructions) == ["1 STL: local memory is used"]
-    assert check_sass.problems_of("gather_rowsI5uint4E", ["LDG.E.64", "STG.E.128"]) == ["no LDG.E.128"]
-    assert check_sass.problems_of("gather_rowsI5uint4E", ["LDG.E.128.CONSTANT", "STG.E.128"]) == []
+    assert check_sass.problems_of("gather_rowsI5uint4E", kernel("LDG.E.64", "STG.E.128")) == ["no LDG.E.128"]
+    assert check_sass.problems_of("gather_rowsI5uint4E", kernel("LDG.E.128.CONSTANT", "STG.E.128")) == []
 
 
-PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"
-WAIT_FIRST, WAIT_BOTH = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+FORWARD = "flex_attn_fwdINS1_5ShapeILi128ELi128ELi128ELi2ELi2EEELb1ELb0EEEvNS1_13ForwardParamsE"
+BOTH = "flex_attn_bwd_dkdvINS1_9DkDvShapeILi128ELi128ELb1ELb1ELi2ELi3ELi3EEELb1ELb0EEEvNS1_10DkDvParamsE"
+MOVE, LOAD, STORE = "R2UR UR4, R1 ", "LDL R3, [R1] ", "STL [R1], R2 "
+TEXTS = {"H": "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24", "E": "MUFU.EX2 R1, R2"}
 
 
-def test_loops_of_products() -> None:
-    good = [PRODUCT, WAIT_BOTH, "MUFU.EX2 R1, R2", PRODUCT, "R2UR UR4, R1 ", PRODUCT, WAIT_FIRST, WAIT_BOTH]
-    assert check_sass.problems_of("kernel", good) == []
-    moved = [PRODUCT, WAIT_BOTH, PRODUCT, *["R2UR UR4, R1 "] * 3, PRODUCT, WAIT_FIRST, WAIT_BOTH]
-    assert check_sass.problems_of("kernel", moved) == ["3 R2UR among the products of the loop"]
-    spilled = ["STL [R1], R2 ", PRODUCT, WAIT_BOTH, PRODUCT, "LDL R3, [R1] ", PRODUCT, WAIT_FIRST, WAIT_BOTH]
-    assert check_sass.problems_of("kernel", spilled) == ["1 LDL: local memory is used"]
-    assert check_sass.problems_of("kernel", [*spilled[:4], *spilled[5:], "LDL R3, [R1] "]) == []
-    serial = [PRODUCT, WAIT_BOTH, PRODUCT, WAIT_BOTH]
-    assert check_sass.problems_of("kernel", serial) == ["0 waits for the first of two products, expected 1"]
+def texts(order: str) -> list[str]:
+    """Return the texts of an order as LOOPS has it."""
+    return [TEXTS.get(c) or f"WARPGROUP.DEPBAR.LE gsb0, 0x{c}" for c in order]
 
 
-def test_loops_of_three_products() -> None:
-    name, exponential = "flex_attn_bwd_dq", "MUFU.EX2 R1, R2"
-    waits = [f"WARPGROUP.DEPBAR.LE gsb0, 0x{pending}" for pending in (2, 1, 0)]
-    first_tile = [PRODUCT, PRODUCT, WAIT_FIRST, exponential, WAIT_BOTH]
-    started = [*first_tile, PRODUCT, PRODUCT, PRODUCT]
-    rest = [PRODUCT, WAIT_BOTH]
-    good = [*started, waits[0], exponential, exponential, waits[1], "FMUL R1, R2, R3 ", waits[2], *rest]
-    assert check_sass.problems_of(name, good) == []
-    assert check_sass.problems_of("flex_attn_fwd", good) == ["2 waits for the first of two products, expected 1"]
-    hoisted = [*started, waits[0], exponential, waits[1], exponential, waits[2], *rest]
-    assert check_sass.problems_of(name, hoisted) == ["1 of 2 exponentials after the second wait"]
-    before_all = [*started, waits[0], waits[1], waits[2], exponential, *rest]
-    assert check_sass.problems_of(name, before_all) == ["0 of 0 exponentials after the second wait"]
-    merged = [*started, waits[0], exponential, waits[2], *rest]
-    assert check_sass.problems_of(name, merged) == ["the loop does not wait for its three products one after the other"]
-    moved = [*good[:6], *["R2UR UR4, R1 "] * 3, *good[6:]]
-    assert check_sass.problems_of(name, moved) == ["3 R2UR among the products of the loop"]
-    serial = [*first_tile, PRODUCT, WAIT_BOTH]
-    assert check_sass.problems_of(name, serial) == ["0 waits for the first of three products, expected 1"]
+def looped(order: str, *more: str, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> list:
+    """Return a kernel: a first tile, a loop, products after it, an outer loop, a wait that goes on in the loop."""
+    first = [*before, *texts("H0E")]
+    loop = [*texts(order), *more, f"BRA 0x{16 * len(first):x} "]
+    end = len(first) + len(loop)
+    return kernel(*first, *loop, *texts("H0"), *after, "BRA.U UP0, 0x0 ", "BRA 0xfff0 ", f"BRA 0x{16 * (end - 2):x} ")
+
+
+def test_order_of_a_tile_loop() -> None:
+    assert check_sass.problems_of(FORWARD, looped("HHH1EE0EEE")) == []
+    assert check_sass.problems_of(FORWARD, looped("H1E0")) == ["the loop's order is H1E0, not H1E0E"]
+    assert check_sass.problems_of(FORWARD, looped("H0H1E0E")) == ["the loop's order is H0H1E0E, not H1E0E"]
+    assert check_sass.problems_of(FORWARD, looped("H10E")) == ["the loop's order is H10E, not H1E0E"]
+    assert check_sass.problems_of(FORWARD, kernel(*texts("H1E0E"))) == ["no loop with products"]
+    assert check_sass.problems_of("new", looped("H1E0E")) == ["a kernel with products that LOOPS does not know"]
+
+
+def test_a_product_is_waited_for_where_the_softcap_of_a_name_says() -> None:
+    assert check_sass.problems_of(FORWARD.replace("ELb0EEEv", "ELb1EEEv"), looped("H10E")) == []
+    one_gradient = BOTH.replace("ILi128ELi128ELb1ELb1", "ILi128ELi128ELb0ELb1")
+    assert check_sass.problems_of(one_gradient, looped("H1E0")) == []
+    assert check_sass.problems_of(one_gradient.replace("ELb0EEEv", "ELb1EEEv"), looped("H10E0")) == []
+    assert check_sass.problems_of(BOTH, looped("H1H1E0")) == []
+    assert check_sass.problems_of(BOTH.replace("ELb1ELb1", "ELb1ELb0"), looped("H2E10")) == []
+    assert check_sass.problems_of(BOTH, looped("H2E10")) == ["the loop's order is H2E10, not H1H1E0"]
+
+
+def test_moves_in_a_tile_loop() -> None:
+    most = check_sass.MAX_MOVES
+    assert check_sass.problems_of(FORWARD, looped("H1E0E", *[MOVE] * most, before=(MOVE,), after=(MOVE,))) == []
+    assert check_sass.problems_of(FORWARD, looped("H1E0E", *[MOVE] * (most + 1))) == [f"{most + 1} R2UR in the loop"]
+    wide = FORWARD.replace("ILi128ELi128", "ILi256ELi256")
+    most = check_sass.value_for(check_sass.MOVES, wide, 0)
+    assert check_sass.problems_of(wide, looped("H1E0E", *[MOVE] * most)) == []
+    assert check_sass.problems_of(wide, looped("H1E0E", *[MOVE] * (most + 1))) == [f"{most + 1} R2UR in the loop"]
+
+
+def test_local_memory_of_kernels_with_products() -> None:
+    assert check_sass.problems_of(FORWARD, looped("H1E0E", LOAD)) == ["1 LDL in the loop"]
+    assert check_sass.problems_of(FORWARD, looped("H1E0E", before=(STORE,))) == ["1 STL: local memory is used"]
+    assert check_sass.problems_of(FORWARD, looped("H1E0E", after=(LOAD,))) == ["1 LDL: local memory is used"]
+    most = check_sass.value_for(check_sass.SPILLS, BOTH, 0)
+    assert check_sass.problems_of(BOTH, looped("H1H1E0", before=(STORE,) * most)) == []
+    assert check_sass.problems_of(BOTH, looped("H1H1E0", STORE, before=(STORE,) * most)) == ["1 STL in the loop"]
+    too_many = looped("H1H1E0", before=(STORE,) * most, after=(LOAD,))
+    assert check_sass.problems_of(BOTH, too_many) == [
+        "1 LDL: local memory is used",
+        f"{most} STL: local memory is used",
+    ]

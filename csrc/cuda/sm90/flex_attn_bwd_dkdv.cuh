@@ -28,7 +28,7 @@ struct DkDvShape {
   static constexpr bool DK_ = kDk, DV_ = kDv;
   static constexpr int kVBytes = kDk ? BK * DV * 2 : 0;  // V is only needed for dS
   // Registers of a thread. With 24 the producers spill, which they can afford better than the consumers.
-  static constexpr bool kCrowded = kDk && kHeadDim > 64 && (kDv || kHeadDim > 128);
+  static constexpr bool kCrowded = kDk && kDv && kHeadDim > 64;
   static constexpr int kProducerRegisters = kCrowded ? 24 : 40, kConsumerRegisters = kCrowded ? 240 : 232;
 };
 
@@ -45,23 +45,12 @@ struct DkDvShared {
   PlanRings plan;
 };
 
-// A place in a ring of N stages, and its phase.
-template <int N>
-struct Ring {
-  uint32_t stage = 0, phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == N) stage = 0, phase ^= 1;
-  }
-};
-
 // --- loader -------------------------------------------------------------------------------------------------
 
 template <class Shape>
 MAGI_DEVICE void load_dkdv_tiles(const DkDvParams& p, DkDvShared<Shape>& s) {
   constexpr int DQK = Shape::DQK, DV = Shape::DV, NK = Shape::NK, NQ = Shape::NQ, NO = Shape::NO;
-  uint32_t tile = 0;  // runs on over all items
-  Ring<NQ> q;
-  Ring<NO> dout;
+  uint32_t tile = 0;  // runs on over all items, as the phases of the barriers do
   for (uint32_t it = 0;; ++it) {
     const int k_stage = it % NK, slot = it % kItemSlots;
     const uint32_t k_full = shared_address(&s.k_full[k_stage]);
@@ -85,27 +74,26 @@ MAGI_DEVICE void load_dkdv_tiles(const DkDvParams& p, DkDvShared<Shape>& s) {
         tma_load(shared_address(s.v[k_stage]) + d * BK * 128, &p.v, k_full, d * 64, kv_head, key, kEvictFirst);
     }
     for (int t = 0; t < n; ++t, ++tile) {
-      const int at = tile % kTileSlots;
+      const int at = tile % kTileSlots, q_stage = tile % NQ, dout_stage = tile % NO;
       barrier_wait(shared_address(&s.plan.tile_full[at]), (tile / kTileSlots) & 1);
       const int token = s.plan.tile[at].col_start, head = kv_head * p.walk.repeats + s.plan.tile[at].repeat;
-      const uint32_t q_full = shared_address(&s.q_full[q.stage]), dout_full = shared_address(&s.dout_full[dout.stage]);
-      barrier_wait(shared_address(&s.q_empty[q.stage]), q.phase ^ 1);
+      const uint32_t q_full = shared_address(&s.q_full[q_stage]), dout_full = shared_address(&s.dout_full[dout_stage]);
+      barrier_wait(shared_address(&s.q_empty[q_stage]), (tile / NQ & 1) ^ 1);
       // The last product of tile - NQ is done, so all warps had read its descriptor before.
       if (tile >= NQ) barrier_arrive(shared_address(&s.plan.tile_empty[(tile - NQ) % kTileSlots]));
       barrier_expect(q_full, BQ * DQK * 2 + 2 * BQ * 4);
 #pragma unroll
       for (int d = 0; d < DQK / 64; ++d)
-        tma_load(shared_address(s.q[q.stage]) + d * BQ * 128, &p.q, q_full, d * 64, head, token, kEvictLast);
+        tma_load(shared_address(s.q[q_stage]) + d * BQ * 128, &p.q, q_full, d * 64, head, token, kEvictLast);
       const int64_t row = head * p.padded_rows + token;
-      bulk_load(shared_address(s.lse_log2[q.stage]), p.lse_log2 + row, BQ * 4, q_full);
-      bulk_load(shared_address(s.delta[q.stage]), p.delta + row, BQ * 4, q_full);
-      barrier_wait(shared_address(&s.dout_empty[dout.stage]), dout.phase ^ 1);
+      bulk_load(shared_address(s.lse_log2[q_stage]), p.lse_log2 + row, BQ * 4, q_full);
+      bulk_load(shared_address(s.delta[q_stage]), p.delta + row, BQ * 4, q_full);
+      barrier_wait(shared_address(&s.dout_empty[dout_stage]), (tile / NO & 1) ^ 1);
       barrier_expect(dout_full, BQ * DV * 2);
 #pragma unroll
       for (int d = 0; d < DV / 64; ++d)
-        tma_load(shared_address(s.dout[dout.stage]) + d * BQ * 128, &p.dout, dout_full, d * 64, head, token,
+        tma_load(shared_address(s.dout[dout_stage]) + d * BQ * 128, &p.dout, dout_full, d * 64, head, token,
                  kEvictLast);
-      q.next(), dout.next();
     }
   }
 }
@@ -120,6 +108,9 @@ struct DkDvConsumer {
   using S = DkDvShared<Shape>;
   using Scores = Wgmma<BQ, kBFloat16, 0>;
   using Masks = RowMask<BQ>[2];
+  // From this warpgroup's rows of K to those of V, in any stage.
+  static_assert(!kDk || NK == 1 || DQK == DV);
+  static constexpr uint32_t kToV = offsetof(S, v) - offsetof(S, k);
 
   const DkDvParams& p;
   S& s;
@@ -127,9 +118,7 @@ struct DkDvConsumer {
   const int row;              // the first of this thread's keys in the tile; the second is row + 8
   const int lane_column;
   const bool leader;
-  uint32_t tile = 0;  // counts the tiles of all items
-  Ring<NQ> q;         // of the tile whose scores come next
-  Ring<NO> dout;
+  uint32_t tile = 0;     // counts the tiles of all items
   bool storing = false;  // TMA stores may still be reading the stage of K of the item before
   float dk[kDk ? DQK / 2 : 1], dv[kDv ? DV / 2 : 1];
 
@@ -149,8 +138,6 @@ struct DkDvConsumer {
     uint32_t p_packed[kDv ? BQ / 4 : 1], ds_packed[kDk ? BQ / 4 : 1];  // as A operands
     Masks masks;
     int n_band;
-    int q_stage, dout_stage;
-    uint32_t q, dout;  // in shared memory
   };
 
   // keys x rows: S or dP of this warpgroup's 64 keys, over kDim.
@@ -178,19 +165,22 @@ struct DkDvConsumer {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_s(Step& t, uint32_t k) {
-    t.q_stage = uniform(q.stage);
-    t.q = shared_address(s.q[0]) + t.q_stage * (BQ * DQK * 2);
-    barrier_wait(shared_address(&s.q_full[t.q_stage]), q.phase);
-    start_scores<DQK>(t.scores, k, t.q);
-    q.next();
+  // Q and dO of a tile. Computed anew for each product, as are K and V: the descriptors of a whole loop are more than
+  // uniform registers.
+  __device__ __forceinline__ uint32_t q_rows(uint32_t number) const {
+    return shared_address(s.q[0]) + uniform(uint32_t(opaque(number)) % NQ) * (BQ * DQK * 2);
   }
-  __device__ __forceinline__ void start_dp(Step& t, uint32_t v) {
-    t.dout_stage = uniform(dout.stage);
-    t.dout = shared_address(s.dout[0]) + t.dout_stage * (BQ * DV * 2);
-    barrier_wait(shared_address(&s.dout_full[t.dout_stage]), dout.phase);
-    if constexpr (kDk) start_scores<DV>(t.dp, v, t.dout);
-    dout.next();
+  __device__ __forceinline__ uint32_t dout_rows(uint32_t number) const {
+    return shared_address(s.dout[0]) + uniform(uint32_t(opaque(number)) % NO) * (BQ * DV * 2);
+  }
+
+  __device__ __forceinline__ void start_s(Step& t, uint32_t k) {
+    barrier_wait(shared_address(&s.q_full[tile % NQ]), tile / NQ & 1);
+    start_scores<DQK>(t.scores, uniform(opaque(k)), q_rows(tile));
+  }
+  __device__ __forceinline__ void start_dp(Step& t, uint32_t k) {
+    barrier_wait(shared_address(&s.dout_full[tile % NO]), tile / NO & 1);
+    if constexpr (kDk) start_scores<DV>(t.dp, uniform(opaque(k)) + kToV, dout_rows(tile));
   }
   __device__ __forceinline__ void read_masks(Step& t, int first_key) {
     const TileDescriptor& d = s.plan.tile[tile % kTileSlots];
@@ -210,7 +200,7 @@ struct DkDvConsumer {
 
   // S -> P; with a softcap the packed P, and P times the softcap's derivative in its place.
   __device__ __forceinline__ void exponentiate(Step& t) {
-    const float* lse = s.lse_log2[t.q_stage] + lane_column;
+    const float* lse = s.lse_log2[tile % NQ] + lane_column;
 #pragma unroll
     for (int j = 0; j < BQ / 8; ++j) {
       const float2 l = *reinterpret_cast<const float2*>(lse + 8 * j);
@@ -249,7 +239,7 @@ struct DkDvConsumer {
   }
   // dP -> dS
   __device__ __forceinline__ void differentiate(Step& t) {
-    const float* delta = s.delta[t.q_stage] + lane_column;
+    const float* delta = s.delta[tile % NQ] + lane_column;
 #pragma unroll
     for (int j = 0; j < BQ / 8; ++j) {
       const float2 d = *reinterpret_cast<const float2*>(delta + 8 * j);
@@ -278,12 +268,12 @@ struct DkDvConsumer {
     for (int i = 0; i < BQ / 2; ++i) ones &= __float_as_uint(t.scores[i]);
     if (ones == ~0u) __nanosleep(1);
   }
-  __device__ __forceinline__ void release(int q_stage, int dout_stage) {
+  __device__ __forceinline__ void release(uint32_t number, bool dout_too) {
     // A product is done for the whole warpgroup at once, and all its warps had read lse, delta and the descriptor
     // before they started it.
     if (leader) {
-      barrier_arrive(shared_address(&s.q_empty[q_stage]));
-      if (dout_stage >= 0) barrier_arrive(shared_address(&s.dout_empty[dout_stage]));
+      barrier_arrive(shared_address(&s.q_empty[number % NQ]));
+      if (dout_too) barrier_arrive(shared_address(&s.dout_empty[number % NO]));
     }
   }
 
@@ -296,20 +286,19 @@ struct DkDvConsumer {
   // The products of a tile with the scores of the next beside them. A warpgroup starts its products while the other
   // one does its arithmetic.
   template <bool kMore>
-  __device__ __forceinline__ void both_step(Step& t, uint32_t k, uint32_t v, int first_key) {
-    const int q_stage = t.q_stage, dout_stage = t.dout_stage;
-    const uint32_t rows = t.q;
+  __device__ __forceinline__ void both_step(Step& t, uint32_t k, int first_key) {
+    const uint32_t number = uniform(tile);  // ptxas loses that it is
+    tile = number + 1;
     named_barrier_sync<256>(kOrderBarrier + warpgroup);
-    start_gradient<DV>(dv, t.p_packed, t.dout);
-    start_gradient<DQK>(dk, t.ds_packed, rows);
+    start_gradient<DV>(dv, t.p_packed, dout_rows(number));
+    start_gradient<DQK>(dk, t.ds_packed, q_rows(number));
     // P, dS, S and dP are never all alive: with the gradients there are not enough registers.
     wgmma_wait<1>();
     pin(t.p_packed);
     pin(dv);
-    ++tile;
     if constexpr (kMore) {
       start_s(t, k);
-      start_dp(t, v);
+      start_dp(t, k);
       read_masks(t, first_key);
     }
     named_barrier_arrive<256>(kOrderBarrier + (warpgroup ^ 1));
@@ -321,7 +310,7 @@ struct DkDvConsumer {
     }
     pin(dk);
     pin(t.ds_packed);
-    release(q_stage, dout_stage);
+    release(number, true);
     if constexpr (kMore) {
       finish_scores(t);
       wgmma_wait<0>();
@@ -334,15 +323,15 @@ struct DkDvConsumer {
   // The same for one of the gradients. Up to a head dim of 192 there are registers enough to start the next scores
   // before it.
   template <bool kMore>
-  __device__ __forceinline__ void one_step(Step& t, uint32_t k, uint32_t v, int first_key) {
-    constexpr bool kLast = DQK <= 192;  // the gradient is the last of the products
-    const int q_stage = t.q_stage, dout_stage = t.dout_stage;
-    const uint32_t rows = t.q, dout_rows = t.dout;
+  __device__ __forceinline__ void one_step(Step& t, uint32_t k, int first_key) {
+    constexpr bool kLast = DQK <= 192;      // the gradient is the last of the products
+    const uint32_t number = uniform(tile);  // ptxas loses that it is
+    tile = number + 1;
     auto start = [&] {
       if constexpr (kDk)
-        start_gradient<DQK>(dk, t.ds_packed, rows);
+        start_gradient<DQK>(dk, t.ds_packed, q_rows(number));
       else
-        start_gradient<DV>(dv, t.p_packed, dout_rows);
+        start_gradient<DV>(dv, t.p_packed, dout_rows(number));
     };
     auto finish = [&] {
       wgmma_wait<0>();
@@ -357,14 +346,13 @@ struct DkDvConsumer {
     if constexpr (!kLast) {
       start();
       finish();
-      release(q_stage, kDk ? -1 : dout_stage);
+      release(number, !kDk);
     }
     if constexpr (kMore) {
       start_s(t, k);
-      start_dp(t, v);
+      start_dp(t, k);
     }
     if constexpr (kLast) start();
-    ++tile;
     if constexpr (kMore) {
       read_masks(t, first_key);
       wgmma_wait<int(kDk) + int(kLast)>();
@@ -374,32 +362,31 @@ struct DkDvConsumer {
       if constexpr (kDk) {
         wgmma_wait<int(kLast)>();
         pin(t.dp);
-        if (leader) barrier_arrive(shared_address(&s.dout_empty[t.dout_stage]));
+        if (leader) barrier_arrive(shared_address(&s.dout_empty[tile % NO]));
         differentiate(t);
       }
     }
     if constexpr (kLast) {
       finish();
-      release(q_stage, kDk ? -1 : dout_stage);
+      release(number, !kDk);
     }
     if constexpr (kMore) pack_operands(t);
   }
 
   template <bool kMore>
-  __device__ __forceinline__ void step(Step& t, uint32_t k, uint32_t v, int first_key) {
+  __device__ __forceinline__ void step(Step& t, uint32_t k, int first_key) {
     if constexpr (kBoth)
-      both_step<kMore>(t, k, v, first_key);
+      both_step<kMore>(t, k, first_key);
     else
-      one_step<kMore>(t, k, v, first_key);
+      one_step<kMore>(t, k, first_key);
   }
 
   __device__ __forceinline__ void run_tiles(int n, uint32_t it, int first_key) {
     const int k_stage = it % NK;
     const uint32_t k = uniform(shared_address(s.k[k_stage]) + warpgroup * 64 * 128);
-    const uint32_t v = uniform(shared_address(s.v[k_stage]) + warpgroup * 64 * 128);
     Step t;
     start_s(t, k);
-    start_dp(t, v);
+    start_dp(t, k);
     read_masks(t, first_key);
     release_stored(it - 1);
     wgmma_wait<kDk ? 1 : 0>();
@@ -409,13 +396,13 @@ struct DkDvConsumer {
       wgmma_wait<0>();
       pin(t.dp);
       if constexpr (!kBoth)
-        if (leader) barrier_arrive(shared_address(&s.dout_empty[t.dout_stage]));
+        if (leader) barrier_arrive(shared_address(&s.dout_empty[tile % NO]));
       differentiate(t);
     }
     pack_operands(t);
 #pragma unroll 1
-    for (; n > 1; --n) step<true>(t, k, v, first_key);
-    step<false>(t, k, v, first_key);
+    for (; n > 1; --n) step<true>(t, k, first_key);
+    step<false>(t, k, first_key);
   }
 
   // Gives the stage of K and V of item `number` back once its stores have read it.
@@ -532,8 +519,11 @@ __global__ void __launch_bounds__(384, 1) flex_attn_bwd_dkdv(const __grid_consta
   __syncthreads();
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
-    if (warp == 0 && elect_one()) load_dkdv_tiles<Shape>(p, s);
-    if (warp == 1 && elect_one()) walk_plan(p.walk, s.plan, BQ);
+    if (warp == 0) {  // else if: nothing is kept for after the loader
+      if (elect_one()) load_dkdv_tiles<Shape>(p, s);
+    } else if (warp == 1) {
+      if (elect_one()) walk_plan(p.walk, s.plan, BQ);
+    }
   } else {
     take_registers<Shape::kConsumerRegisters>();
     DkDvConsumer<Shape, kBFloat16, kSoftcap>(p, s).run();
