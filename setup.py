@@ -40,6 +40,7 @@ CUDA_SOURCES = [
     "csrc/cuda/sm90/flex_attn_bwd_dq_d192.cu",
     "csrc/cuda/sm90/flex_attn_bwd_dq_d256.cu",
     "csrc/cuda/sm90/flex_attn_bwd_dq_d64.cu",
+    "csrc/cuda/sm90/flex_attn_bwd_join.cu",
     "csrc/cuda/sm90/flex_attn_bwd_rows.cu",
     "csrc/cuda/sm90/flex_attn_fwd_combine.cu",
     "csrc/cuda/sm90/flex_attn_fwd_d128.cu",

@@ -46,7 +46,7 @@ LOOPS = {
     # One gradient: S (for dK also dP) of the next tile and the gradient of this one together, as for dQ.
     r"DkDvShapeI\w*ELb1ELb0ELi": "H2E10",
     r"DkDvShapeI\w*ELb0ELb1ELi\w*ELb0EEEv": "H1E0",
-    r"DkDvShapeI\w*ELb0ELb1ELi\w*ELb1EEEv": "H10E0",  # dV is done before P is packed; the 0 waits for nothing
+    r"DkDvShapeI\w*ELb0ELb1ELi\w*ELb1EEEv": "H1E0E0",  # dV is done before P is packed; the 0 waits for nothing
     # Both: dV and dK; when dV is done S and dP; when dK and S are done the exponentials while dP goes on.
     r"DkDvShapeI\w*ELb1ELb1ELi": "H1H1E0",
 }

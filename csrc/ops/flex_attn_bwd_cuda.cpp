@@ -41,8 +41,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& dout_in, const MaybeTensor& dlse_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
     const Tensor& out_in, const Tensor& lse_in, const MaybeTensor& dq_before_in, const Tensor& q_items,
     const Tensor& q_runs, const Tensor& q_bands, const Tensor& k_items, const Tensor& k_runs, const Tensor& k_bands,
-    const MaybeTensor& sink_in, int64_t tile_rows, int64_t tile_cols, double scale, double softcap, bool grad_float32,
-    int64_t sm_margin) {
+    const Tensor& k_splits, const MaybeTensor& sink_in, int64_t tile_rows, int64_t tile_cols, int64_t num_slots,
+    double scale, double softcap, bool grad_float32, int64_t sm_margin) {
   const Shapes n = check_inputs(q_in, k_in, v_in);
   const ScalarType dtype = q_in.scalar_type();
   const bool bfloat16 = dtype == ScalarType::BFloat16;
@@ -52,6 +52,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   STD_TORCH_CHECK(out_in.scalar_type() == dtype || out_in.scalar_type() == ScalarType::Float,
                   "out must have the dtype of q, or float32");
   STD_TORCH_CHECK(scale > 0, "scale must be positive here, got ", scale, "; give other ones to q");
+  check_plan(k_splits, "k_splits", 4);
   const auto& dq_instance = choose_dq(n, tile_cols, softcap > 0);
   const auto dkdv_instances = choose_dkdv(n, softcap > 0);
   const int32_t heads_shift = heads_shift_of(n, sm90::kDqRows, tile_rows);
@@ -123,11 +124,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     p.softcap = softcap_of(scale, softcap);
     if (grad_float32)
       p.dk_float32 = static_cast<float*>(dk.data_ptr()), p.dv_float32 = static_cast<float*>(dv.data_ptr());
+    Tensor dk_parts = new_empty(q_in, {num_slots, sm90::kBackwardKeys, n.hkv, n.d}, ScalarType::Float);
+    Tensor dv_parts = new_empty(q_in, {num_slots, sm90::kBackwardKeys, n.hkv, n.dv}, ScalarType::Float);
+    p.dk_parts = static_cast<float*>(dk_parts.data_ptr()), p.dv_parts = static_cast<float*>(dv_parts.data_ptr());
     for (const sm90::DkDvInstance* instance : dkdv_instances) {
       p.walk = walk_of(k_items, k_runs, k_bands, n.hkv, counter++);
       p.walk.repeats = int32_t(n.hq / n.hkv);
       p.walk.groups_innermost = true;
       check_cuda(instance->launch(p, bfloat16, blocks(p.walk), on.stream), "launching flex_attn_bwd_dkdv");
+    }
+    if (k_splits.size(0) > 0) {
+      sm90::JoinKeysParams j{static_cast<const TileSplit*>(k_splits.data_ptr()),
+                             int32_t(k_splits.size(0)),
+                             int32_t(n.hkv),
+                             int32_t(n.d),
+                             p.dk_parts,
+                             dk.data_ptr(),
+                             grad_float32,
+                             bfloat16};
+      check_cuda(join_keys(j, on.stream), "launching the sum of parts of dK");
+      j.dim = int32_t(n.dv), j.parts = p.dv_parts, j.out = dv.data_ptr();
+      check_cuda(join_keys(j, on.stream), "launching the sum of parts of dV");
     }
   }
   if (n.sq > 0) {

@@ -12,6 +12,7 @@ from torch import Tensor
 import torch_magi as magi
 from torch_magi import masks
 from torch_magi.masks import AttnMask
+from torch_magi.ops import sm90
 from torch_magi.testing import (
     YARDSTICK_MASKS,
     check_attention,
@@ -106,10 +107,15 @@ def test_sink(shape: str) -> None:
         check(mask, (8, 2), (128, 128), sink=torch.randn(size, generator=gen).to(GPU))
 
 
-def test_few_rows_with_many_keys_and_few_keys_with_many_rows() -> None:
-    check(masks.causal(5, 5000), (8, 1), (128, 128))
-    check(masks.full(5000, 5), (8, 1), (128, 128))
-    check(masks.full(5000, 5), (8, 1), (64, 64), softcap=3.0)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (20, 12)], ids=str)
+def test_few_keys_with_many_rows(dims: tuple[int, int]) -> None:
+    """Keys whose query rows several items share; few rows with many keys, which the forward shares out."""
+    mask = masks.full(4000, 150)
+    plan = magi.make_attn_plan(mask, 8, 1, dims[0], head_dim_v=dims[1], device=GPU)
+    assert sm90.key_tiles(plan, plan.stages[0], GPU)[-1] > 0
+    check(mask, (8, 1), dims)
+    check(masks.causal(4000, 77), (8, 1), dims, torch.float16, softcap=3.0)
+    check(masks.causal(5, 5000), (8, 1), dims)
 
 
 def test_strides() -> None:

@@ -1,8 +1,8 @@
-"""The forward kernel for GPUs of compute capability 9.0: which tiles it wants, and inputs in the form it takes."""
+"""The kernels for GPUs of compute capability 9.0: which tiles they want, and inputs in the form they take."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,9 +70,9 @@ _forward = define(
 _backward = define(
     "flex_attn_bwd_sm90(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? dq_before, Tensor q_items, Tensor q_runs, Tensor q_bands, Tensor k_items, Tensor k_runs, Tensor k_bands, "
-    "Tensor? sink, int tile_rows, int tile_cols, float scale, float softcap, bool grad_float32, int sm_margin)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
-    lambda dout, dlse, q, k, v, *rest: fake_backward(q, k, v, rest[9], rest[-2]),
+    "Tensor k_splits, Tensor? sink, int tile_rows, int tile_cols, int num_slots, float scale, float softcap, "
+    "bool grad_float32, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    lambda dout, dlse, q, k, v, *rest: fake_backward(q, k, v, rest[10], rest[-2]),
     ATTENTION_TAGS,
 )
 # What the dK and dV kernel is built with, and where its tiles of queries may begin (flex_attn_bwd_dkdv.h).
@@ -186,6 +186,22 @@ def forward_tiles(plan: AttnPlan, part: StagePlan, softcap: bool, device: torch.
     return made
 
 
+def key_tiles(plan: AttnPlan, part: StagePlan, device: torch.device) -> tuple[Any, ...]:
+    """Return items, runs, bands and splits for dK and dV, and the number of parts; made on first use and kept."""
+
+    def make() -> tuple[Any, ...]:
+        items, runs, bands = part.tile_arrays("k", BACKWARD_KEYS, BACKWARD_QUERIES, ROW_ALIGNMENT)
+        heads, splits = plan.num_heads_q // plan.num_heads_kv, np.zeros((0, 4), np.int32)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        most = choose_split(items[:, 4] * heads, plan.num_heads_kv, multiprocessors)
+        if most is not None:
+            items, runs, splits = _planner.split_items(items, runs, BACKWARD_QUERIES, max(most // heads, 1))
+        return (*(torch.from_numpy(a).to(device) for a in (items, runs, bands, splits)), int(splits[:, 3].sum()))
+
+    made: tuple[Any, ...] = part.cached(("sm90 keys", device), make)
+    return made
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -255,10 +271,10 @@ def backward(
         dq_before = _pad_head(dq_before)
     rows, keys = part.cached(("sm90 dq", softcap > 0), lambda: choose_tile(plan, part, softcap > 0, DQ_INSTANCES))
     q_tiles = part.tiles("q", rows, keys, q.device)
-    k_tiles = part.tiles("k", BACKWARD_KEYS, BACKWARD_QUERIES, k.device, ROW_ALIGNMENT)
+    *k_tiles, num_slots = key_tiles(plan, part, k.device)
     dq, dk, dv, dsink = _backward(
-        dout, dlse, q, k, v, out, lse, dq_before, *q_tiles, *k_tiles, sink, rows, keys, scale, softcap, grad_float32,
-        sm_margin,
+        dout, dlse, q, k, v, out, lse, dq_before, *q_tiles, *k_tiles, sink, rows, keys, num_slots, scale, softcap,
+        grad_float32, sm_margin,
     )  # fmt: skip
     return dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dsink
 

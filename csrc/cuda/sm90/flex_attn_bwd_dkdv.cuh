@@ -1,6 +1,7 @@
 // dK and dV for sm_90a over a tile plan whose rows are keys. A block owns 128 keys of a KV head: K and V stay in
 // shared memory, dK and dV in registers, and tiles of 64 query rows pass by, of one query head after the other. So
-// nothing is added up in memory: same inputs, same bits.
+// nothing is added up in memory: same inputs, same bits. Where that leaves multiprocessors idle, a tile's query rows
+// are shared out to several items, and a second kernel adds the parts up in order.
 //
 //   warp 0, one thread   loader: K and V of an item, Q and dO of its tiles, lse and delta of their rows
 //   warp 1, one thread   walker (plan_walk.cuh)
@@ -79,7 +80,7 @@ MAGI_DEVICE void load_dkdv_tiles(const DkDvParams& p, DkDvShared<Shape>& s) {
       const int token = s.plan.tile[at].col_start, head = kv_head * p.walk.repeats + s.plan.tile[at].repeat;
       const uint32_t q_full = shared_address(&s.q_full[q_stage]), dout_full = shared_address(&s.dout_full[dout_stage]);
       barrier_wait(shared_address(&s.q_empty[q_stage]), (tile / NQ & 1) ^ 1);
-      // The last product of tile - NQ is done, so all warps had read its descriptor before.
+      // All warps are done with tile - NQ, and with its descriptor.
       if (tile >= NQ) barrier_arrive(shared_address(&s.plan.tile_empty[(tile - NQ) % kTileSlots]));
       barrier_expect(q_full, BQ * DQK * 2 + 2 * BQ * 4);
 #pragma unroll
@@ -269,12 +270,11 @@ struct DkDvConsumer {
     if (ones == ~0u) __nanosleep(1);
   }
   __device__ __forceinline__ void release(uint32_t number, bool dout_too) {
-    // A product is done for the whole warpgroup at once, and all its warps had read lse, delta and the descriptor
-    // before they started it.
-    if (leader) {
-      barrier_arrive(shared_address(&s.q_empty[number % NQ]));
-      if (dout_too) barrier_arrive(shared_address(&s.dout_empty[number % NO]));
-    }
+    // lse, delta and the descriptor were read by plain loads: every warp tells that it is done with them. A product
+    // is done for the whole warpgroup at once.
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.q_empty[number % NQ]));
+    if (leader && dout_too) barrier_arrive(shared_address(&s.dout_empty[number % NO]));
   }
 
   // S is done; dP may not be.
@@ -414,15 +414,15 @@ struct DkDvConsumer {
     storing = false;
   }
 
-  // Writes float32 rows [keys, num_heads_kv, dim] from registers.
+  // Writes float32 rows [..., num_heads_kv, dim] from registers, the item's first key to row `first`.
   template <int kDim>
-  __device__ __forceinline__ void store_rows(float* to, const float (&x)[kDim / 2], float factor, const TileItem& item,
-                                             int kv_head, int dim) {
+  __device__ __forceinline__ void store_rows(float* to, const float (&x)[kDim / 2], float factor, int64_t first,
+                                             int n_rows, int kv_head, int dim) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = row + 8 * r;
-      if (key >= item.n_rows) continue;
-      float* at = to + (int64_t(item.row0 + key) * p.num_heads_kv + kv_head) * dim + lane_column;
+      if (key >= n_rows) continue;
+      float* at = to + ((first + key) * p.num_heads_kv + kv_head) * dim + lane_column;
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j)
         if (8 * j + lane_column < dim)
@@ -445,9 +445,13 @@ struct DkDvConsumer {
     const int k_stage = it % NK, slot = it % kItemSlots, kv_head = s.plan.group[slot];
     const TileItem& item = s.plan.item[slot];
     const bool empty = item.n_tiles == 0;
-    if (p.dk_float32 || p.dv_float32) {
-      if constexpr (kDk) store_rows<DQK>(p.dk_float32, dk, p.scale, item, kv_head, p.head_dim);
-      if constexpr (kDv) store_rows<DV>(p.dv_float32, dv, 1.f, item, kv_head, p.head_dim_v);
+    if (item.slot >= 0 || p.dk_float32) {
+      const bool part = item.slot >= 0;
+      const int64_t first = part ? int64_t(item.slot) * BK : item.row0;
+      if constexpr (kDk)
+        store_rows<DQK>(part ? p.dk_parts : p.dk_float32, dk, p.scale, first, item.n_rows, kv_head, p.head_dim);
+      if constexpr (kDv)
+        store_rows<DV>(part ? p.dv_parts : p.dv_float32, dv, 1.f, first, item.n_rows, kv_head, p.head_dim_v);
       named_barrier_sync<128>(kStoreBarrier + warpgroup);
       if (leader) barrier_arrive(shared_address(&s.k_empty[k_stage]));
       return;
@@ -510,7 +514,7 @@ __global__ void __launch_bounds__(384, 1) flex_attn_bwd_dkdv(const __grid_consta
       for (int i = 0; i < n; ++i) barrier_init(shared_address(barriers + i), arrivals);
     };
     init(s.k_full, Shape::NK, 1), init(s.k_empty, Shape::NK, 2);
-    init(s.q_full, Shape::NQ, 1), init(s.q_empty, Shape::NQ, 2);
+    init(s.q_full, Shape::NQ, 1), init(s.q_empty, Shape::NQ, 8);
     init(s.dout_full, Shape::NO, 1), init(s.dout_empty, Shape::NO, 2);
     s.plan.init();
     fence_barrier_init();

@@ -24,7 +24,19 @@ struct DkDvParams {
   float scale_log2;  // product -> score, a logit in powers of two
   Softcap softcap;
   float *dk_float32, *dv_float32;  // null, or dense results
+  // Of the items with a slot, which hold a part of their keys' query rows: [slots, 128, num_heads_kv, dim].
+  float *dk_parts, *dv_parts;
 };
+
+// Adds the parts of such keys up.
+struct JoinKeysParams {
+  const TileSplit* splits;
+  int32_t n_splits, num_heads_kv, dim;
+  const float* parts;
+  void* out;  // [keys, num_heads_kv, dim], dense
+  bool out_float32, bfloat16;
+};
+cudaError_t join_keys(const JoinKeysParams&, cudaStream_t);
 
 // Made for head dims (tensors may have fewer), one or both of the results, and with a softcap or without.
 struct DkDvInstance {
