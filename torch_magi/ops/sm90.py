@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ INSTANCES = (
 )
 PARTIAL_TILE = 0.2  # what masking adds to a tile, in tiles
 # What splitting rows costs, in tiles: an item, a part of one on top, and the kernel that joins the parts.
-ITEM, PART, JOIN = 1.0, 1.0, 3.0
+ITEM, PART, JOIN = 1.0, 2.0, 4.0
 
 _forward = define(
     "flex_attn_fwd_sm90(Tensor q, Tensor k, Tensor v, Tensor items, Tensor runs, Tensor bands, Tensor splits, "
@@ -138,32 +139,41 @@ def choose_tile(
 
 
 def choose_split(n_tiles: np.ndarray, groups: int, multiprocessors: int) -> int | None:
-    """Return the most tiles an item should have, or None where splitting does not shorten the longest wait.
+    """Return the most tiles an item should have, or None where splitting does not pay.
 
-    Few query rows with many keys leave most multiprocessors idle: their keys are shared out. The time of a list,
-    longest item first, is taken halfway between its lower bound and Graham's upper one.
+    Few items with many tiles leave most multiprocessors idle: their tiles are shared out. A list whose longest item
+    is short against a multiprocessor's share of the whole is balanced well enough by its order alone.
 
     Args:
         n_tiles: int [n_items]; the tiles of each item.
         groups: how often the list is gone through, for different heads.
         multiprocessors: of the device.
     """
+    if not len(n_tiles):
+        return None
+    longest, total = int(n_tiles.max()), groups * int(n_tiles.sum())
+    if 2 * longest * multiprocessors <= total:
+        return None
 
     def time(most: int) -> float:
         parts = np.maximum(-(-n_tiles // most), 1)
-        longest = float((-(-n_tiles // parts)).max()) + ITEM
-        total = groups * float((n_tiles + parts * ITEM + np.where(parts > 1, parts * PART, 0)).sum())
-        joined = JOIN + PART if parts.max() > 1 else 0.0
-        if groups * parts.sum() <= multiprocessors:
-            return longest + joined
-        return max(longest, total / multiprocessors + longest / 2) + joined
+        cost = np.repeat(n_tiles / parts + ITEM + np.where(parts > 1, PART, 0.0), parts * groups)
+        return makespan(np.sort(cost)[::-1], multiprocessors) + (JOIN if parts.max() > 1 else 0.0)
 
-    if not len(n_tiles) or not n_tiles.max():
-        return None
-    longest = int(n_tiles.max())
-    candidates = sorted({-(-longest // parts) for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)})
-    best = min(candidates, key=time)
-    return best if time(best) < 0.95 * time(longest) else None
+    candidates = sorted(
+        {-(-longest // parts) for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if longest}
+    )
+    best = min(candidates, key=time, default=0)
+    return best if best and time(best) < 0.95 * time(longest) else None
+
+
+def makespan(costs: np.ndarray, workers: int) -> float:
+    """Return when the last of `workers` is done if each takes the next cost, in order, as it becomes free."""
+    busy = costs[:workers].tolist()
+    heapq.heapify(busy)
+    for cost in costs[workers:].tolist():
+        heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy, default=0.0)
 
 
 def forward_tiles(plan: AttnPlan, part: StagePlan, softcap: bool, device: torch.device) -> ForwardTiles:
