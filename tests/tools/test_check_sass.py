@@ -80,10 +80,10 @@ def test_moves_in_a_tile_loop() -> None:
     most = check_sass.MAX_MOVES
     assert check_sass.problems_of(FORWARD, looped("H1E0E", *[MOVE] * most, before=(MOVE,), after=(MOVE,))) == []
     assert check_sass.problems_of(FORWARD, looped("H1E0E", *[MOVE] * (most + 1))) == [f"{most + 1} R2UR in the loop"]
-    wide = FORWARD.replace("ILi128ELi128", "ILi256ELi256")
-    most = check_sass.value_for(check_sass.MOVES, wide, 0)
-    assert check_sass.problems_of(wide, looped("H1E0E", *[MOVE] * most)) == []
-    assert check_sass.problems_of(wide, looped("H1E0E", *[MOVE] * (most + 1))) == [f"{most + 1} R2UR in the loop"]
+    dq = "flex_attn_bwd_dqINS2_5ShapeILi64ELi64ELi112ELi2ELi3ELi2EEELb1ELb1EEEvNS1_8DqParamsE"
+    most = check_sass.value_for(check_sass.MOVES, dq, 0)
+    assert check_sass.problems_of(dq, looped("H2E10", *[MOVE] * most)) == []
+    assert check_sass.problems_of(dq, looped("H2E10", *[MOVE] * (most + 1))) == [f"{most + 1} R2UR in the loop"]
 
 
 def test_local_memory_of_kernels_with_products() -> None:

@@ -148,7 +148,7 @@ struct Consumer {
         s(s),
         warp(uniform(threadIdx.x / 32) & 3),
         warpgroup(uniform(threadIdx.x / 128) - 1),
-        row(warpgroup * 64 + first_row(warp, threadIdx.x % 32)),
+        row(warpgroup * 64 + first_row(threadIdx.x / 32 & 3, threadIdx.x % 32)),  // not of `warp`, which would stay
         lane_column(first_column(threadIdx.x)),
         leader(threadIdx.x % 128 == 0) {}
 
@@ -294,7 +294,8 @@ struct Consumer {
   // Before the stage of Q is given back: the item's slot goes with it.
   __device__ __forceinline__ void read_rest(Work& w) {
     const int slot = w.number % kItemSlots;
-    w.n_tiles = s.plan.item[slot].n_tiles;  // anew
+    w.first_token = s.plan.item[slot].row0;  // these two anew, to save registers before
+    w.n_tiles = s.plan.item[slot].n_tiles;
     w.n_tokens = s.plan.item[slot].n_rows;
     w.group = s.plan.group[slot];
     w.slot = s.plan.item[slot].slot;
@@ -332,9 +333,11 @@ struct Consumer {
     Masks masks;
     const int v_stage = uniform(tile & 1), k_stage = v_stage ^ 1;
     const uint32_t v_phase = (tile >> 1) & 1;
+    // Anew where the descriptors of a whole loop are more than uniform registers.
+    const uint32_t q = DQK > 192 ? uniform(opaque(w.q)) : w.q;
     ++tile;
     barrier_wait(shared_address(&s.k_full[k_stage]), (tile >> 1) & 1);
-    start_scores(scores, w.q, shared_address(s.k[k_stage]));
+    start_scores(scores, q, shared_address(s.k[k_stage]));
     barrier_wait(shared_address(&s.v_full[v_stage]), v_phase);
     start_output(shared_address(s.v[v_stage]));
     const int n_band = read_masks(masks, w);
