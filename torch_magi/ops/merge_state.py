@@ -42,10 +42,10 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out_a, lse_a, out_b, lse_b, *merged = ctx.saved_tensors
+        out_a, lse_a, out_b, lse_b, out, lse = ctx.saved_tensors
         return (
-            *merged_side_grad(out_a, lse_a, *merged, dout, dlse),
-            *merged_side_grad(out_b, lse_b, *merged, dout, dlse),
+            *merged_side_grad(out_a, lse_a, out, lse, dout, dlse),
+            *merged_side_grad(out_b, lse_b, out, lse, dout, dlse),
         )
 
 

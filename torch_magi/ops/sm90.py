@@ -189,8 +189,9 @@ def forward_tiles(plan: AttnPlan, part: StagePlan, softcap: bool, device: torch.
         splits = np.zeros((0, 4), np.int32)
         if most is not None:
             items, runs, splits = _planner.split_items(items, runs, keys, most)
-        tensors = (torch.from_numpy(a).to(device) for a in (items, runs, bands, splits))
-        return ForwardTiles(rows, keys, *tensors, int(splits[:, 3].sum()))
+        num_slots = int(splits[:, 3].sum())
+        tensors = [torch.from_numpy(a).to(device) for a in (items, runs, bands, splits)]
+        return ForwardTiles(rows, keys, tensors[0], tensors[1], tensors[2], tensors[3], num_slots)
 
     made: ForwardTiles = part.cached(("sm90 forward", softcap, device), make)
     return made
