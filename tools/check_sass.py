@@ -62,7 +62,14 @@ SPILLS = {
     r"DkDvShapeILi128E\w*ELb1ELb1ELi": 20,
 }
 # Part of a kernel's name -> instructions of which it must have one: the copy of whole 16-byte units.
-REQUIRED = {"gather_rowsI5uint4": ("LDG.E.128", "STG.E.128")}
+REQUIRED = {
+    "gather_rowsI5uint4": ("LDG.E.128", "STG.E.128"),
+    **{f"merge_rowsI{unit}E": ("LDG.E.128", "STG.E.128") for unit in ("fLi4", "dLi2")},
+    **{
+        f"add_rowsI{unit}E": ("LDG.E.128", "STG.E.128")
+        for unit in ("ddLi2", "ffLi4", "13__nv_bfloat16fLi8", "6__halffLi8")
+    },
+}
 
 
 class Instruction(NamedTuple):

@@ -1,11 +1,11 @@
 // merge_state on the CPU: the partial results of two sets of keys become that of their union.
+#include "merge_state.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
 #include <limits>
 #include <tuple>
-
-#include "checks.h"
 
 namespace magi::cpu {
 namespace {
@@ -39,22 +39,13 @@ void merge_rows(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, c
 
 std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                        const Tensor& lse_b) {
-  STD_TORCH_CHECK(out_a.dim() == 3, "out_a must be [rows, heads, head_dim], got ", shape_text(out_a));
+  check_merge_state(out_a, lse_a, out_b, lse_b);
   const int64_t rows = out_a.size(0), heads = out_a.size(1);
-  check_shape(out_b, "out_b", {rows, heads, out_a.size(2)});
-  check_shape(lse_a, "lse_a", {rows, heads});
-  check_shape(lse_b, "lse_b", {rows, heads});
-  const ScalarType type = out_a.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
-                  "merge_state needs float32 or float64 partial results, got ", torch::headeronly::toString(type),
-                  "; ask the attention for out_float32=True");
-  STD_TORCH_CHECK(out_b.scalar_type() == type && lse_a.scalar_type() == type && lse_b.scalar_type() == type,
-                  "out_a, lse_a, out_b and lse_b must have one dtype");
   const Tensor oa = torch::stable::contiguous(out_a), ob = torch::stable::contiguous(out_b);
   const Tensor la = torch::stable::contiguous(lse_a), lb = torch::stable::contiguous(lse_b);
   Tensor out = torch::stable::new_empty(oa, {rows, heads, oa.size(2)}),
          lse = torch::stable::new_empty(la, {rows, heads});
-  if (type == ScalarType::Float)
+  if (oa.scalar_type() == ScalarType::Float)
     merge_rows<float>(oa, la, ob, lb, out, lse);
   else
     merge_rows<double>(oa, la, ob, lb, out, lse);

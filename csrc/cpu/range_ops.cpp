@@ -1,12 +1,12 @@
 // range_gather and range_scatter_add on the CPU: ranges of rows out of a tensor, and their sum back into one.
+#include "range_ops.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstring>
 #include <vector>
-
-#include "checks.h"
 
 namespace magi::cpu {
 namespace {
@@ -17,8 +17,7 @@ struct Ranges {
 };
 
 Ranges ranges_of(const Tensor& ranges, int64_t n_rows) {
-  STD_TORCH_CHECK(ranges.dim() == 2 && ranges.size(1) == 2 && ranges.scalar_type() == ScalarType::Long,
-                  "ranges must be int64 [n, 2], got shape ", shape_text(ranges));
+  check_ranges(ranges);
   const Tensor dense = torch::stable::contiguous(ranges);
   const int64_t* r = static_cast<const int64_t*>(dense.data_ptr());
   Ranges out;
@@ -29,18 +28,6 @@ Ranges ranges_of(const Tensor& ranges, int64_t n_rows) {
     out.total += b - a;
   }
   return out;
-}
-
-std::vector<int64_t> with_rows(const Tensor& x, int64_t rows) {
-  std::vector<int64_t> shape{rows};
-  for (int64_t i = 1; i < x.dim(); ++i) shape.push_back(x.size(i));
-  return shape;
-}
-
-int64_t row_elements(const Tensor& x) {
-  int64_t n = 1;
-  for (int64_t i = 1; i < x.dim(); ++i) n *= x.size(i);
-  return n;
 }
 
 Tensor range_gather(const Tensor& x_in, const Tensor& ranges, int64_t n_out) {

@@ -2,17 +2,14 @@
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
 
 #include <optional>
 #include <vector>
 
 #include "../cuda/common/softcap.h"
+#include "../cuda/common/stream.h"
 #include "../cuda/sm90/plan_walk.h"
 #include "checks.h"
-
-// Weak: a torch without CUDA has no such symbol, and the library must load there too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 
 namespace magi::cuda {
 
@@ -20,10 +17,6 @@ using MaybeTensor = std::optional<Tensor>;
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 constexpr int64_t kElement = 2;  // bytes of a bfloat16 or float16
-
-inline void check_cuda(cudaError_t error, const char* what) {
-  STD_TORCH_CHECK(error == cudaSuccess, what, " failed: ", cudaGetErrorString(error));
-}
 
 // The driver's function, looked up so that nothing links to the driver.
 inline EncodeTiled encode_tiled() {
@@ -152,7 +145,6 @@ struct Launch {
 
 // Call it under a guard of the device.
 inline Launch launch_on(int32_t device, int64_t sm_margin) {
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
   int major = 0, minor = 0, sms = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the capability");
   check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking for the capability");
@@ -160,9 +152,7 @@ inline Launch launch_on(int32_t device, int64_t sm_margin) {
   STD_TORCH_CHECK(major == 9 && minor == 0, "this kernel is for compute capability 9.0, got ", major, ".", minor);
   STD_TORCH_CHECK(sm_margin >= 0 && sm_margin < sms, "sm_margin must leave at least one of the ", sms, " SMs, got ",
                   sm_margin);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return {static_cast<cudaStream_t>(stream), sms - sm_margin};
+  return {current_stream(device), sms - sm_margin};
 }
 
 }  // namespace magi::cuda

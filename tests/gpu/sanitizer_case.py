@@ -6,7 +6,7 @@ import torch
 
 import torch_magi as magi
 from torch_magi import masks
-from torch_magi.ops import flex_attn_fwd
+from torch_magi.ops import flex_attn_fwd, merge_state, range_gather, range_scatter_add
 
 mask = masks.document([0, 100, 333], total=400) | masks.prefix_lm(400, 400, 40)
 for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
@@ -27,3 +27,13 @@ q, k = (torch.randn(n, h, 64, device="cuda").bfloat16() for n, h in ((5, 4), (30
 before = torch.randn(5, 4, 64, device="cuda"), torch.randn(5, 4, device="cuda")
 out, lse, _ = flex_attn_fwd(q, k, k, plan, scale=0.1, out_before=before[0], lse_before=before[1])
 print("split", out.float().abs().sum().item(), lse.sum().item())
+
+# Whole 16-byte units and single elements; more ranges in a tile than its list holds.
+for width in (7, 128):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        ranges = torch.tensor([[0, 100], [90, 300], [250, 250]] + [[20, 23]] * 2500, device="cuda")
+        y = range_gather(torch.randn(300, width, device="cuda").to(dtype), ranges, 7810)
+        print("ranges", width, dtype, range_scatter_add(y, ranges, 300).float().abs().sum().item())
+    for dtype in (torch.float64, torch.float32):
+        out, lse = (torch.randn(33, 3, *d, dtype=dtype, device="cuda") for d in ((width,), ()))
+        print("merge", width, dtype, *(x.sum().item() for x in merge_state(out, lse, out.flip(0), lse.flip(0))))

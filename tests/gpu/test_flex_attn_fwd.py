@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -277,17 +276,6 @@ def test_compiled() -> None:
         plan = magi.make_attn_plan(masks.causal(length), 2, 2, 64, device=GPU)
         q = torch.randn(length, 2, 64, device=GPU, dtype=torch.bfloat16)
         torch.testing.assert_close(attend(q, plan), magi.flex_flash_attn(q * 2, q, q, plan) + 1)
-
-
-def test_range_gather() -> None:
-    rng = np.random.default_rng(0)
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int64):
-        for width in (1, 3, 8, 128):
-            x = torch.randint(0, 100, (500, width), device=GPU).to(dtype)
-            ranges = np.sort(rng.integers(0, 501, (20, 2)), 1)
-            expected = torch.cat([x[a:b] for a, b in ranges.tolist()])
-            gathered = torch.ops.torch_magi.range_gather(x, torch.from_numpy(ranges).to(GPU), len(expected))
-            assert torch.equal(gathered, expected)
 
 
 def test_refusals() -> None:

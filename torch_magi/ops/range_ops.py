@@ -92,7 +92,7 @@ def range_scatter_add(y: Tensor, ranges: Tensor, n_rows: int) -> Tensor:
 
     Args:
         y: [rows in all ranges, ...].
-        ranges: int64 [n, 2], on the device of `y`.
+        ranges: int64 [n, 2], on the device of `y`. On a GPU they are not checked against `y` and `n_rows`.
         n_rows: rows of the result.
 
     Returns:
