@@ -223,6 +223,22 @@ def test_autocast_casts_as_sdpa_does() -> None:
         assert magi.flex_flash_attn(q, q, q, masks.causal(8)).dtype == torch.bfloat16
         d = q.double()
         assert magi.flex_flash_attn(d, d, d, masks.causal(8)).dtype == torch.float64
+        with pytest.raises(TypeError, match=r"got torch\.float64, torch\.bfloat16"):
+            magi.flex_flash_attn(d, q, q, masks.causal(8))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_makes_one_dtype_of_several(compiled: bool) -> None:
+    """Rotary embeddings in float32 leave query and key in float32 beside a value in bfloat16."""
+    plan = magi.make_attn_plan(masks.causal(8), 2, 2, 16)
+    function = torch.compile(magi.flex_flash_attn, fullgraph=True) if compiled else magi.flex_flash_attn
+    wide = torch.randn(8, 2, 16, requires_grad=True)
+    narrow = torch.randn(8, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = function(wide, wide, narrow, plan)
+    assert torch.equal(out, magi.flex_flash_attn(wide.bfloat16(), wide.bfloat16(), narrow, plan))
+    out.sum().backward()
+    assert wide.grad.dtype == torch.float32 and narrow.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.unpoisoned  # would fill the 4 GiB in between

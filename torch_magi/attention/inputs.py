@@ -41,11 +41,14 @@ def prepare(
     if is_exporting():
         raise NotImplementedError("torch.export and AOTInductor cannot hold a plan yet; use torch.compile")
     backend, sm_margin = parse_kernel_options(kernel_options)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    query, key, value = (_autocast(x) for x in (query, key, value))
     _check_tensors(query, key, value)
     batch = query.shape[0] if query.ndim == 4 else None
     if batch is not None:
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    query, key, value = _autocast(query, key, value)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if not math.isfinite(scale):
@@ -79,8 +82,6 @@ def finish(
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.ndim not in (3, 4) or x.ndim != query.ndim:
             raise ValueError(
                 f"{name} must have shape [rows, heads, head_dim] or [B, S, heads, head_dim], like the others, got "
@@ -115,10 +116,10 @@ def _check_sink(sink: Tensor, query: Tensor) -> None:
         )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
+def _autocast(x: Tensor) -> Tensor:
+    """Cast as autocast casts what scaled_dot_product_attention gets: every tensor by itself, float64 not at all."""
+    device = x.device.type
     # meta tensors have no autocast; torch.amp.is_autocast_available would say so, but torch 2.11 cannot trace it
-    if tensors[0].dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) for x in tensors)
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
