@@ -141,11 +141,11 @@ def _make_stages(
     if dispatch.cp_size == 1:
         return (StagePlan(mask, None),), (0,)
     received = [split_into_stages(mask.bands, dispatch, r, config.overlap_degree) for r in range(dispatch.cp_size)]
-    stages = [StagePlan(_local_mask(mask, rows, rows), None)] if config.overlap_degree else []
+    stages = [StagePlan(local_mask(mask, rows, rows), None)] if config.overlap_degree else []
     for exchange in range(max(config.overlap_degree, 1)):
         arriving = [per_rank[exchange] for per_rank in received]
         comm: CommPlan = make_comm_plan(arriving, dispatch, rank)
-        stages.append(StagePlan(_local_mask(mask, rows, arriving[rank][0]), comm))
+        stages.append(StagePlan(local_mask(mask, rows, arriving[rank][0]), comm))
     owner = dispatch.segments[:, 2]
     from_others = tuple(
         sum(int((p[owner[i] != r, 1] - p[owner[i] != r, 0]).sum()) for p, i in received[r])
@@ -154,7 +154,7 @@ def _make_stages(
     return tuple(stages), from_others
 
 
-def _local_mask(mask: AttnMask, rows: IntArray, keys: IntArray) -> AttnMask:
+def local_mask(mask: AttnMask, rows: IntArray, keys: IntArray) -> AttnMask:
     """Return the part of a mask in the coordinates of a rank's rows and of keys in order of arrival."""
     lengths = keys[:, 1] - keys[:, 0]
     offsets = np.cumsum(lengths) - lengths
