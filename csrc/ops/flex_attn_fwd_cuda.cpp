@@ -80,10 +80,13 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_i
     p.terms.out_before = floats(*out_before);
     p.terms.lse_before = floats(*lse_before);
   }
-  Tensor partial_out = torch::stable::new_empty(q_in, {num_slots, tile_rows, hq, dv}, ScalarType::Float);
-  Tensor partial_lse = torch::stable::new_empty(q_in, {num_slots, tile_rows, hq}, ScalarType::Float);
-  p.partial_out = static_cast<float*>(partial_out.data_ptr());
-  p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
+  MaybeTensor partial_out, partial_lse;
+  if (num_slots > 0) {
+    partial_out = torch::stable::new_empty(q_in, {num_slots, tile_rows, hq, dv}, ScalarType::Float);
+    partial_lse = torch::stable::new_empty(q_in, {num_slots, tile_rows, hq}, ScalarType::Float);
+    p.partial_out = static_cast<float*>(partial_out->data_ptr());
+    p.partial_lse = static_cast<float*>(partial_lse->data_ptr());
+  }
   const int blocks = int(std::min(on.blocks, int64_t(p.walk.n_items) * p.walk.n_groups));
   check_cuda(instance.launch(p, dtype == ScalarType::BFloat16, blocks, on.stream), "launching flex_attn_fwd");
   if (splits.size(0) == 0) return {out, lse, max_logits};
