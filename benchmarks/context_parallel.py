@@ -22,7 +22,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._functorch.config as functorch_config
@@ -40,7 +40,7 @@ SAME = 2e-2  # relative Frobenius error of bfloat16 results that are summed in a
 Call = Callable[[], Any]
 
 
-def torch_magi_way(problem: Problem, overlap_degree: int, compiled: bool) -> Way:
+def torch_magi_way(problem: Problem, overlap_degree: int | Literal["auto"], compiled: bool) -> Way:
     """Return the way of this package, with so many stages."""
     plan = magi.make_attn_plan(
         problem.mask, problem.heads_q, problem.heads_kv, problem.dim, dtype=problem.dtype, device=problem.device,
@@ -149,7 +149,7 @@ def error_of(run: Run, truth: list[Tensor], problem: Problem) -> float:
 def ways_of(given: argparse.Namespace) -> dict[str, Callable[[Problem], Way]]:
     """Return what is compared, by name."""
     ways: dict[str, Callable[[Problem], Way]] = {}
-    for degree in (int(n) for n in given.overlap.split(",")):
+    for degree in (n if n == "auto" else int(n) for n in given.overlap.split(",")):
         for mode in given.modes.split(","):
             ways[f"torch_magi {mode} {degree}"] = lambda p, d=degree, m=mode: torch_magi_way(p, d, m == "compiled")
     return ways | {name: PEERS[name] for name in given.peers.split(",") if name}
@@ -218,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", default="8192,32768", help="tokens per rank")
     parser.add_argument("--heads", default="64,8", help="query heads, kv heads")
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
-    parser.add_argument("--overlap", default="0,1,2,4", help="overlap degrees")
+    parser.add_argument("--overlap", default="0,1,2,4,auto", help="overlap degrees")
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--peers", default=",".join(PEERS), help="of " + ", ".join(PEERS) + "; none: ''")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")

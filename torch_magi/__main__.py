@@ -13,7 +13,7 @@ import argparse
 import platform
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -119,13 +119,18 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="of query, key and value (default: bfloat16)")
     add("--dispatcher", choices=get_args(Dispatcher), default="min_heap", help="(default: min_heap)")
     add("--chunk-size", type=int, help="tokens in a chunk (default: chosen)")
-    add("--overlap-degree", type=int, default=1, help="stages in which remote keys arrive (default: 1)")
+    add("--overlap-degree", type=degree, default=1, help="stages in which remote keys arrive, or auto (default: 1)")
     add("--plot", metavar="PATH", help="write a picture instead of characters (needs matplotlib)")
 
 
 def integers(text: str) -> tuple[int, ...]:
     """Parse "5000,3192"."""
     return tuple(int(part) for part in text.split(","))
+
+
+def degree(text: str) -> int | Literal["auto"]:
+    """Parse "2" or "auto"."""
+    return "auto" if text == "auto" else int(text)
 
 
 def heads(text: str) -> tuple[int, int]:

@@ -290,7 +290,7 @@ REFUSALS: list[tuple[str, type[Exception], str, Any]] = [
     (
         "overlap_degree",
         ValueError,
-        "overlap_degree must be 0 or more, got -1",
+        "overlap_degree must be 0 or more, or 'auto', got -1",
         lambda: PlanConfig(overlap_degree=-1),
     ),
     (

@@ -148,7 +148,7 @@ def test_the_checks_notice_a_lost_pair_and_a_wrong_row(monkeypatch: pytest.Monke
     """Negative control."""
     from torch_magi.plan import planner
 
-    local_mask, make_comm_plan = planner._local_mask, planner.make_comm_plan
+    local_mask, make_comm_plan = planner.local_mask, planner.make_comm_plan
     config = PlanConfig(chunk_size=2)
 
     def without_last_row(mask: AttnMask, rows: Any, keys: Any) -> AttnMask:
@@ -156,10 +156,10 @@ def test_the_checks_notice_a_lost_pair_and_a_wrong_row(monkeypatch: pytest.Monke
         n = made.shape[0]
         return made - AttnMask.from_slices([[n - 1, n]], [[0, made.shape[1]]], ["full"], *made.shape)
 
-    monkeypatch.setattr(planner, "_local_mask", without_last_row)
+    monkeypatch.setattr(planner, "local_mask", without_last_row)
     with pytest.raises(AssertionError, match="exactly once"):
         check_plans(SQUARE["causal"], 2, config)
-    monkeypatch.setattr(planner, "_local_mask", local_mask)
+    monkeypatch.setattr(planner, "local_mask", local_mask)
 
     def reversed_ranges(*args: Any) -> Any:
         made = make_comm_plan(*args)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+from torch_magi.plan.cost import CostModel
 
 Dispatcher = Literal["sequential", "head_tail", "min_heap"]
 
@@ -19,8 +21,10 @@ class PlanConfig:
             stretch from the head and its mirror image from the tail, which balances one causal document.
             "min_heap": the largest chunk first, each to the rank with the least area; balances any mask.
         overlap_degree: the number of stages in which the keys of other ranks arrive, each while the one before
-            is computed. 0: one exchange, then one attention call over all keys.
+            is computed. 0: one exchange, then one attention call over all keys. "auto": the number with which
+            `cost` expects the slowest rank to be done first; a plan with another number of stages recompiles.
         uneven: let "min_heap" give ranks different numbers of chunks where that balances the area better.
+        cost: figures of the device and its links, for overlap_degree="auto".
 
     Raises:
         ValueError: for a value outside these ranges.
@@ -28,15 +32,17 @@ class PlanConfig:
 
     chunk_size: int | None = None
     dispatcher: Dispatcher = "min_heap"
-    overlap_degree: int = 1
+    overlap_degree: int | Literal["auto"] = 1
     uneven: bool = False
+    cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
         if self.dispatcher not in get_args(Dispatcher):
             raise ValueError(f"dispatcher must be one of {list(get_args(Dispatcher))}, got {self.dispatcher!r}")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive or None, got {self.chunk_size}")
-        if self.overlap_degree < 0:
-            raise ValueError(f"overlap_degree must be 0 or more, got {self.overlap_degree}")
+        degree = self.overlap_degree
+        if degree != "auto" and (not isinstance(degree, int) or degree < 0):
+            raise ValueError(f"overlap_degree must be 0 or more, or 'auto', got {degree!r}")
         if self.uneven and self.dispatcher != "min_heap":
             raise ValueError(f"uneven=True needs dispatcher='min_heap', got {self.dispatcher!r}")

@@ -12,8 +12,9 @@ from torch_magi import _planner
 from torch_magi.masks import AttnMask
 from torch_magi.plan.comm import make_comm_plan
 from torch_magi.plan.config import PlanConfig
+from torch_magi.plan.cost import RankWork, choose_overlap_degree
 from torch_magi.plan.dispatch import DispatchPlan, IntArray, chunk_edges, make_dispatch_plan
-from torch_magi.plan.overlap import split_into_stages
+from torch_magi.plan.overlap import needed_keys, split_into_stages
 from torch_magi.plan.types import AttnPlan, CommPlan, StagePlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -75,9 +76,10 @@ def make_attn_plan(
         if cp_size == 1
         else make_dispatch_plan(mask.bands, mask.shape[0], cp_size, config)
     )
-    stages, rows = _make_stages(mask, dispatch, cp_rank, config)
+    heads, head_dims = (num_heads_q, num_heads_kv), (head_dim, head_dim_v)
+    stages, rows = _make_stages(mask, dispatch, cp_rank, config, heads, head_dims, dtype)
     return AttnPlan(
-        mask, (num_heads_q, num_heads_kv), (head_dim, head_dim_v), dtype, torch.device(device or "cpu"), batch_size,
+        mask, heads, head_dims, dtype, torch.device(device or "cpu"), batch_size,
         cp_rank, config, dispatch, stages, _areas(mask, dispatch), rows,
     )  # fmt: skip
 
@@ -90,10 +92,11 @@ def plan_on_dispatch(mask: AttnMask, plan: AttnPlan) -> AttnPlan:
         mask = repeat_mask(mask, plan.batch_size)
     if mask.shape != plan.mask.shape:
         raise ValueError(f"the mask must have the shape of the plan's mask, {plan.mask.shape}, got {mask.shape}")
-    stages, rows = _make_stages(mask, plan.dispatch, plan.cp_rank, plan.config)
+    heads, head_dims = (plan.num_heads_q, plan.num_heads_kv), (plan.head_dim, plan.head_dim_v)
+    stages, rows = _make_stages(mask, plan.dispatch, plan.cp_rank, plan.config, heads, head_dims, plan.dtype)
     return AttnPlan(
-        mask, (plan.num_heads_q, plan.num_heads_kv), (plan.head_dim, plan.head_dim_v), plan.dtype, plan.device,
-        plan.batch_size, plan.cp_rank, plan.config, plan.dispatch, stages, _areas(mask, plan.dispatch), rows,
+        mask, heads, head_dims, plan.dtype, plan.device, plan.batch_size, plan.cp_rank, plan.config, plan.dispatch,
+        stages, _areas(mask, plan.dispatch), rows,
     )  # fmt: skip
 
 
@@ -134,15 +137,20 @@ def _areas(mask: AttnMask, dispatch: DispatchPlan) -> tuple[int, ...]:
 
 
 def _make_stages(
-    mask: AttnMask, dispatch: DispatchPlan, rank: int, config: PlanConfig
-) -> tuple[tuple[StagePlan, ...], tuple[int, ...]]:
+    mask: AttnMask, dispatch: DispatchPlan, rank: int, config: PlanConfig, heads: tuple[int, int],
+    head_dims: tuple[int, int], dtype: torch.dtype,
+) -> tuple[tuple[StagePlan, ...], tuple[int, ...]]:  # fmt: skip
     """Return the stages of `rank`, and the key rows that every rank receives from others."""
     rows = dispatch.ranges(rank)
     if dispatch.cp_size == 1:
         return (StagePlan(mask, None),), (0,)
-    received = [split_into_stages(mask.bands, dispatch, r, config.overlap_degree) for r in range(dispatch.cp_size)]
-    stages = [StagePlan(local_mask(mask, rows, rows), None)] if config.overlap_degree else []
-    for exchange in range(max(config.overlap_degree, 1)):
+    degree = config.overlap_degree
+    if degree == "auto":
+        works = _works(mask, dispatch, 2 * heads[0] * sum(head_dims), heads[1] * sum(head_dims) * dtype.itemsize)
+        degree = choose_overlap_degree(works, config.cost)
+    received = [split_into_stages(mask.bands, dispatch, r, degree) for r in range(dispatch.cp_size)]
+    stages = [StagePlan(local_mask(mask, rows, rows), None)] if degree else []
+    for exchange in range(max(degree, 1)):
         arriving = [per_rank[exchange] for per_rank in received]
         comm: CommPlan = make_comm_plan(arriving, dispatch, rank)
         stages.append(StagePlan(local_mask(mask, rows, arriving[rank][0]), comm))
@@ -152,6 +160,19 @@ def _make_stages(
         for r in range(dispatch.cp_size)
     )
     return tuple(stages), from_others
+
+
+def _works(mask: AttnMask, dispatch: DispatchPlan, flops_of_pair: int, bytes_of_row: int) -> list[RankWork]:
+    """Return what every rank computes and receives in a forward pass."""
+    works = []
+    for rank, area in enumerate(_areas(mask, dispatch)):
+        rows = dispatch.ranges(rank)
+        local = local_mask(mask, rows, rows).area
+        pieces, index = needed_keys(mask.bands, dispatch, rank)
+        remote = pieces[dispatch.segments[index, 2] != rank]
+        received = int((remote[:, 1] - remote[:, 0]).sum())
+        works.append(RankWork(flops_of_pair * local, flops_of_pair * (area - local), float(bytes_of_row * received)))
+    return works
 
 
 def local_mask(mask: AttnMask, rows: IntArray, keys: IntArray) -> AttnMask:
