@@ -53,6 +53,7 @@ def test_public_names() -> None:
         "make_attn_plan",
         "masks",
         "merge_state",
+        "roll",
         "undispatch",
     ]
     for name in torch_magi.__all__:

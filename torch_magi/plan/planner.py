@@ -94,6 +94,7 @@ def plan_on_dispatch(mask: AttnMask, plan: AttnPlan) -> AttnPlan:
     return AttnPlan(
         mask, (plan.num_heads_q, plan.num_heads_kv), (plan.head_dim, plan.head_dim_v), plan.dtype, plan.device,
         plan.batch_size, plan.cp_rank, plan.config, plan.dispatch, stages, _areas(mask, plan.dispatch), rows,
+        plan.cu_seqlens,
     )  # fmt: skip
 
 
