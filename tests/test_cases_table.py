@@ -24,6 +24,7 @@ CONSTRUCTORS = "masks/test_constructors.py"
 ALGEBRA = "masks/test_mask_algebra.py"
 OPS = "ops/test_flex_attn_ops.py"
 MERGE = "ops/test_merge_state.py"
+LOSS = "comm/test_loss.py"
 ROLL = "comm/test_roll.py"
 RANGES = "ops/test_range_ops.py"
 
@@ -92,7 +93,11 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "C28": (f"{CONTEXT}::test_c28_stale_keys_in_backward",),
     "C29": (f"{CONTEXT}::test_c29_the_error_does_not_grow_with_the_ranks",),
-    "C30": (f"{CONTEXT}::test_c30_no_stray_factor_of_the_ranks",),
+    "C30": (
+        f"{CONTEXT}::test_c30_no_stray_factor_of_the_ranks",
+        f"{LOSS}::test_c30_mean_over_valid_tokens_of_all_ranks",
+        f"{LOSS}::test_c30_logits_gathered_for_the_loss",
+    ),
     "C31": (
         f"{CONTEXT}::test_c31_sink_counts_once",
         f"{ATTENTION}::test_c31_sink",

@@ -46,6 +46,7 @@ def test_public_names() -> None:
         "KernelOptions",
         "PlanConfig",
         "context_parallel_attn",
+        "cp_mean_loss",
         "dispatch",
         "flex_flash_attn",
         "group_cast",

@@ -186,6 +186,10 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
             COMPOSITE_UTILITIES,
             [(normal(comm.num_received, 3, grad=g), comm, comm.num_sent, 5, name) for g in (False, True)],
         ),
+        "cp_mean_loss": (
+            COMPOSITE_UTILITIES,
+            [(normal(2, grad=g), torch.tensor([3, 4]), name, g) for g in (False, True)],
+        ),
         "roll_all_to_all": (START_UTILITIES, [(normal(n, 3), plan, -1, wrap, name) for wrap in (False, True)]),
         "roll": (
             COMPOSITE_UTILITIES,
@@ -210,6 +214,7 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
 
 NEEDS_A_GROUP = (
     "context_parallel_attn",
+    "cp_mean_loss",
     "group_cast",
     "group_cast_all_to_all",
     "group_cast_all_to_all_rows",
