@@ -24,6 +24,8 @@ CONSTRUCTORS = "masks/test_constructors.py"
 ALGEBRA = "masks/test_mask_algebra.py"
 OPS = "ops/test_flex_attn_ops.py"
 MERGE = "ops/test_merge_state.py"
+LOSS = "comm/test_loss.py"
+ROLL = "comm/test_roll.py"
 RANGES = "ops/test_range_ops.py"
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -91,7 +93,11 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "C28": (f"{CONTEXT}::test_c28_stale_keys_in_backward",),
     "C29": (f"{CONTEXT}::test_c29_the_error_does_not_grow_with_the_ranks",),
-    "C30": (f"{CONTEXT}::test_c30_no_stray_factor_of_the_ranks",),
+    "C30": (
+        f"{CONTEXT}::test_c30_no_stray_factor_of_the_ranks",
+        f"{LOSS}::test_c30_mean_over_valid_tokens_of_all_ranks",
+        f"{LOSS}::test_c30_logits_gathered_for_the_loss",
+    ),
     "C31": (
         f"{CONTEXT}::test_c31_sink_counts_once",
         f"{ATTENTION}::test_c31_sink",
@@ -133,11 +139,11 @@ CASES: dict[str, tuple[str, ...]] = {
         f"{COMPILE}::test_c46_one_device",
     ),
     "C48": (f"{COMPILE}::test_c48_exchanges_start_before_the_local_attention",),
+    "C52": (f"{ROLL}::test_c52_labels_of_packed_documents",),
 }
 # Cases of features that do not exist yet: there is nothing that could be wrong.
 ABSENT = {
     "C50": "there are no DTensor sharding rules yet",
-    "C52": "there is no roll across documents yet",
     "C54": "no argument has been renamed yet; unknown ones are refused in attention/test_flex_flash_attn.py",
 }
 

@@ -46,6 +46,7 @@ def test_public_names() -> None:
         "KernelOptions",
         "PlanConfig",
         "context_parallel_attn",
+        "cp_mean_loss",
         "dispatch",
         "flex_flash_attn",
         "group_cast",
@@ -53,6 +54,7 @@ def test_public_names() -> None:
         "make_attn_plan",
         "masks",
         "merge_state",
+        "roll",
         "undispatch",
     ]
     for name in torch_magi.__all__:

@@ -18,7 +18,7 @@ from torch_magi.attention import (  # noqa: E402
     context_parallel_attn,
     flex_flash_attn,
 )
-from torch_magi.comm import dispatch, group_cast, group_reduce, undispatch  # noqa: E402
+from torch_magi.comm import cp_mean_loss, dispatch, group_cast, group_reduce, roll, undispatch  # noqa: E402
 from torch_magi.ops import merge_state  # noqa: E402
 from torch_magi.plan import AttnPlan, CommPlan, PlanConfig, make_attn_plan  # noqa: E402
 
@@ -30,6 +30,7 @@ __all__ = [
     "KernelOptions",
     "PlanConfig",
     "context_parallel_attn",
+    "cp_mean_loss",
     "dispatch",
     "flex_flash_attn",
     "group_cast",
@@ -37,6 +38,7 @@ __all__ = [
     "make_attn_plan",
     "masks",
     "merge_state",
+    "roll",
     "undispatch",
 ]
 __version__ = "0.1.0"

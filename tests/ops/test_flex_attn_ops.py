@@ -153,6 +153,7 @@ def local_samples() -> dict[str, list[Sample]]:
         "dispatch": [(normal(10, 3), of_two, local), (normal(10, 3, grad=True), of_two, local)],
         "add_returned": [(normal(exchange.num_sent, 3), of_two, 1, local)],
         "add_returned_rows": [(normal(4, 3), comm, 0, 5)],
+        "place_rolled": [(normal(local, 3), of_two, -1, None), (torch.arange(local), of_two, 2, -100)],
     }
 
 
@@ -185,6 +186,15 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
             COMPOSITE_UTILITIES,
             [(normal(comm.num_received, 3, grad=g), comm, comm.num_sent, 5, name) for g in (False, True)],
         ),
+        "cp_mean_loss": (
+            COMPOSITE_UTILITIES,
+            [(normal(2, grad=g), torch.tensor([3, 4]), name, g) for g in (False, True)],
+        ),
+        "roll_all_to_all": (START_UTILITIES, [(normal(n, 3), plan, -1, wrap, name) for wrap in (False, True)]),
+        "roll": (
+            COMPOSITE_UTILITIES,
+            [(normal(n, 3, grad=g), plan, -1, fill, name) for g in (False, True) for fill in (None, 0.5)],
+        ),
         "undispatch": (
             COMPOSITE_UTILITIES,
             [(normal(n, 3, grad=True), plan, padded, 10, 2, name, grad) for grad in ("replicated", "partial")],
@@ -204,12 +214,15 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
 
 NEEDS_A_GROUP = (
     "context_parallel_attn",
+    "cp_mean_loss",
     "group_cast",
     "group_cast_all_to_all",
     "group_cast_all_to_all_rows",
     "group_reduce",
     "group_reduce_all_to_all",
     "group_reduce_all_to_all_rows",
+    "roll",
+    "roll_all_to_all",
     "undispatch",
 )
 

@@ -149,7 +149,7 @@ def dispatch(x: Tensor, plan: AttnPlan) -> Tensor:
         TypeError: if `plan` is not an AttnPlan.
         ValueError: if `x` has another number of rows than the plan.
     """
-    _check_plan(plan)
+    check_plan(plan)
     moved: Tensor = torch.ops.torch_magi.dispatch(x, plan, plan_size(x, plan, Size.LOCAL))
     return moved
 
@@ -175,7 +175,7 @@ def undispatch(
         TypeError: if `plan` or `group` is something else.
         ValueError: if the rows, the group's size or `grad` do not fit.
     """
-    _check_plan(plan)
+    check_plan(plan)
     if grad not in ("replicated", "partial"):
         raise ValueError(f"grad must be 'replicated' or 'partial', got {grad!r}")
     group_name = group_name_of(group, plan.cp_size)
@@ -186,6 +186,7 @@ def undispatch(
     return moved
 
 
-def _check_plan(plan: AttnPlan) -> None:
+def check_plan(plan: AttnPlan) -> None:
+    """Raise TypeError if `plan` is something else than an AttnPlan."""
     if not isinstance(plan, AttnPlan):
         raise TypeError(f"plan must be an AttnPlan, got {type(plan).__name__}; make one with make_attn_plan")

@@ -26,11 +26,20 @@ _c10d: Any = torch._C._distributed_c10d
 wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def _all_to_all(send: Tensor, received: int, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> Tensor:
+def all_to_all(send: Tensor, rows: int, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> Tensor:
+    """Start an all_to_all of rows and return the tensor being received, to be read after `wait`.
+
+    Args:
+        send: [sum(sends), ...]; the rows for rank 0 first.
+        rows: rows of the result: sum(receives), or more, of which the last stay as they are.
+        sends, receives: how many rows go to, and come from, each rank.
+        name: of the process group.
+    """
     if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
         _check_splits(send.device, sends, receives, name)
-    out = send.new_empty((received, *send.shape[1:]))
-    work = dist.all_to_all_single(out, send, list(receives), list(sends), group=resolve_group(name), async_op=True)
+    out = send.new_empty((rows, *send.shape[1:]))
+    into, group = out[: sum(receives)], resolve_group(name)
+    work = dist.all_to_all_single(into, send, list(receives), list(sends), group=group, async_op=True)
     torch._C._distributed_c10d._register_work(out, work)  # `wait` finds the work by the tensor's storage
     return out
 
@@ -55,7 +64,7 @@ def _start_cast(x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_rec
     if x.shape[0] != comm.num_rows:
         raise ValueError(f"x must have {comm.num_rows} rows as the plan says, got {x.shape[0]}")
     send = torch.ops.torch_magi.range_gather(x, comm.send_ranges_on(x.device), comm.num_sent)
-    return _all_to_all(send, comm.num_received, comm.input_split_sizes, comm.output_split_sizes, group_name)
+    return all_to_all(send, comm.num_received, comm.input_split_sizes, comm.output_split_sizes, group_name)
 
 
 def _start_reduce(
@@ -64,7 +73,7 @@ def _start_reduce(
     comm = comm_plan_of(plan, stage)
     if x.shape[0] != comm.num_received:
         raise ValueError(f"x must have {comm.num_received} rows as the plan says, got {x.shape[0]}")
-    return _all_to_all(x.contiguous(), comm.num_sent, comm.output_split_sizes, comm.input_split_sizes, group_name)
+    return all_to_all(x.contiguous(), comm.num_sent, comm.output_split_sizes, comm.input_split_sizes, group_name)
 
 
 def _add_returned(x: Tensor, plan: Plan, stage: int, num_rows: int) -> Tensor:

@@ -11,19 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 Group = dist.ProcessGroup | DeviceMesh | str
 
 
-def group_name_of(group: Group | None, cp_size: int) -> str:
+def group_name_of(group: Group | None, cp_size: int | None) -> str:
     """Return the name of a process group of `cp_size` ranks; "" for a single rank without a group.
 
     Args:
         group: a ProcessGroup, a one-dimensional DeviceMesh, or the name of a group.
-        cp_size: the number of ranks that the plan was made for.
+        cp_size: the number of ranks that the plan was made for; None: there is no plan, any number is right.
 
     Raises:
         TypeError: if `group` is none of these.
         ValueError: if the group has another number of ranks, or the mesh more than one dimension.
     """
     if group is None:
-        if cp_size == 1:
+        if cp_size is None or cp_size == 1:
             return ""
         raise TypeError(f"group must be given: the plan is for cp_size={cp_size} ranks, got None")
     if isinstance(group, DeviceMesh):
@@ -39,7 +39,7 @@ def group_name_of(group: Group | None, cp_size: int) -> str:
         name = group.group_name
     else:
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or a group name, got {type(group).__name__}")
-    if not torch.compiler.is_compiling():
+    if cp_size is not None and not torch.compiler.is_compiling():
         size = resolve_group(name).size()
         if size != cp_size:
             raise ValueError(f"the plan is for cp_size={cp_size} ranks, but group {name!r} has {size}")

@@ -22,11 +22,10 @@ def register() -> None:
     from torch._inductor.lowering import fallbacks, register_lowering
 
     def lower(packet: Any) -> None:
-        def lowering(x: Any, after: Any, plan: Any, stage: int, rows: Any, group_name: str) -> Any:
-            # Until the wait, Inductor keeps only the first input's memory; `after` is not read.
+        def lowering(x: Any, *rest: Any) -> Any:
+            # Until the wait, Inductor keeps only the first input's memory: no other tensor may be read.
             x = ir.ExternKernel.require_contiguous(x)
-            arguments = (x, after, plan, stage, rows, group_name)
-            kernel: Any = ir._CollectiveKernel.create_out_of_place(packet.default, *arguments)
+            kernel: Any = ir._CollectiveKernel.create_out_of_place(packet.default, x, *rest)
             return ir.TensorBox.create(kernel)
 
         register_lowering(packet)(lowering)

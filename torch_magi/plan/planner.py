@@ -96,7 +96,7 @@ def plan_on_dispatch(mask: AttnMask, plan: AttnPlan) -> AttnPlan:
     stages, rows = _make_stages(mask, plan.dispatch, plan.cp_rank, plan.config, heads, head_dims, plan.dtype)
     return AttnPlan(
         mask, heads, head_dims, plan.dtype, plan.device, plan.batch_size, plan.cp_rank, plan.config, plan.dispatch,
-        stages, _areas(mask, plan.dispatch), rows,
+        stages, _areas(mask, plan.dispatch), rows, plan.cu_seqlens,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ AttnPlan                      one rank's part of the attention of one mask
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ import torch
 from torch_magi import _planner
 from torch_magi._torch_internals import OpaqueBase
 from torch_magi.masks import AttnMask
+from torch_magi.masks.ranges import Integers, cumulative_lengths
 from torch_magi.plan.config import PlanConfig
 from torch_magi.plan.dispatch import DispatchPlan, IntArray
 
@@ -248,6 +250,8 @@ class AttnPlan(Frozen):
         stages: the attention calls of this rank.
         area_per_rank: visible pairs that each rank computes.
         comm_rows_per_rank: key rows that each rank receives from others in one forward pass.
+        cu_seqlens: int64 [num_documents + 1]; where documents begin, for `roll` and `document_position_ids`. One
+            document of everything, or one per element of a batch, unless set by `with_documents`.
     """
 
     def __init__(
@@ -264,6 +268,7 @@ class AttnPlan(Frozen):
         stages: tuple[StagePlan, ...],
         area_per_rank: tuple[int, ...],
         comm_rows_per_rank: tuple[int, ...],
+        cu_seqlens: IntArray | None = None,
     ) -> None:
         self.mask = mask
         self.num_heads_q, self.num_heads_kv = heads
@@ -280,6 +285,10 @@ class AttnPlan(Frozen):
         self.comm_rows_per_rank = comm_rows_per_rank
         self.num_stages = len(stages)
         self.num_tokens_local = dispatch.tokens_per_rank[cp_rank]
+        elements = 1 if batch_size is None else batch_size
+        length = dispatch.total_tokens // elements
+        self.cu_seqlens = np.arange(elements + 1) * length if cu_seqlens is None else cu_seqlens
+        self.cu_seqlens.setflags(write=False)
         self._freeze()
 
     @property
@@ -311,9 +320,41 @@ class AttnPlan(Frozen):
         )
         return rows.clone()
 
+    @property
+    def document_position_ids(self) -> torch.Tensor:
+        """int64 [num_tokens_local] on the plan's device: every local row's index within its document.
+
+        The documents are those of `cu_seqlens`. Rows behind the last one belong to none and have 0.
+        """
+
+        def make() -> torch.Tensor:
+            rows = self.dispatch.rows(self.cp_rank)
+            begin = self.cu_seqlens[np.searchsorted(self.cu_seqlens, rows, side="right") - 1]
+            return torch.from_numpy(np.where(rows < self.cu_seqlens[-1], rows - begin, 0)).to(self.device)
+
+        positions: torch.Tensor = self.cached("document_position_ids", make)
+        return positions.clone()
+
     def cached(self, key: Any, make: Any) -> Any:
-        """Return what `make()` returned the first time for `key`: tensors derived from the plan."""
+        """Return what `make()` returned the first time for `key`: what derives from the plan."""
         return self._tensors.get(key, make)
+
+    def with_documents(self, cu_seqlens: Integers) -> AttnPlan:
+        """Return this plan with other documents, for `roll` and `document_position_ids`. The mask stays as it is.
+
+        Args:
+            cu_seqlens: int [num_documents + 1]; where documents begin in the whole sequence, the elements of a
+                batch one after the other. Rows behind the last value belong to no document.
+
+        Raises:
+            TypeError, ValueError: if they are no integers, do not begin with 0, fall, or pass the last token.
+        """
+        other = copy.copy(self)
+        cu, _ = cumulative_lengths("cu_seqlens", cu_seqlens, self.dispatch.total_tokens)
+        cu.setflags(write=False)
+        other.__dict__["cu_seqlens"] = cu
+        other._freeze()
+        return other
 
     def with_mask(self, mask: AttnMask) -> AttnPlan:
         """Return a plan of another mask of the same shape for the same dispatched rows.
