@@ -18,7 +18,7 @@ from torch_magi.attention import (  # noqa: E402
     context_parallel_attn,
     flex_flash_attn,
 )
-from torch_magi.comm import dispatch, group_cast, group_reduce, undispatch  # noqa: E402
+from torch_magi.comm import compile_options, dispatch, group_cast, group_reduce, undispatch  # noqa: E402
 from torch_magi.ops import merge_state  # noqa: E402
 from torch_magi.plan import AttnPlan, CommPlan, PlanConfig, make_attn_plan  # noqa: E402
 
@@ -29,6 +29,7 @@ __all__ = [
     "CommPlan",
     "KernelOptions",
     "PlanConfig",
+    "compile_options",
     "context_parallel_attn",
     "dispatch",
     "flex_flash_attn",

@@ -2,5 +2,6 @@
 
 from torch_magi.comm.dispatch import dispatch, undispatch
 from torch_magi.comm.group_cast import group_cast, group_reduce
+from torch_magi.comm.inductor_passes import compile_options
 
-__all__ = ["dispatch", "group_cast", "group_reduce", "undispatch"]
+__all__ = ["compile_options", "dispatch", "group_cast", "group_reduce", "undispatch"]
