@@ -51,14 +51,8 @@ def torch_magi_way(problem: Problem, overlap_degree: int | Literal["auto"], comp
         out: Any = magi.context_parallel_attn(query, key, value, plan, problem.group.group_name)
         return out  # type: ignore[no-any-return]
 
-    called = torch.compile(attention, fullgraph=True, options=COMPILE_OPTIONS) if compiled else attention
+    called = torch.compile(attention, fullgraph=True, options=magi.compile_options()) if compiled else attention
     return Way(plan.position_ids.cpu(), lambda q, k, v: called(q, k, v, plan))
-
-
-COMPILE_OPTIONS = {
-    "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
-}
 
 
 def whole_inputs(problem: Problem) -> tuple[list[Tensor], Tensor]:

@@ -18,7 +18,15 @@ from torch_magi.attention import (  # noqa: E402
     context_parallel_attn,
     flex_flash_attn,
 )
-from torch_magi.comm import cp_mean_loss, dispatch, group_cast, group_reduce, roll, undispatch  # noqa: E402
+from torch_magi.comm import (  # noqa: E402
+    compile_options,
+    cp_mean_loss,
+    dispatch,
+    group_cast,
+    group_reduce,
+    roll,
+    undispatch,
+)
 from torch_magi.ops import merge_state  # noqa: E402
 from torch_magi.plan import AttnPlan, CommPlan, PlanConfig, make_attn_plan  # noqa: E402
 
@@ -29,6 +37,7 @@ __all__ = [
     "CommPlan",
     "KernelOptions",
     "PlanConfig",
+    "compile_options",
     "context_parallel_attn",
     "cp_mean_loss",
     "dispatch",

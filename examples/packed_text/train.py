@@ -20,11 +20,6 @@ from packed_text.model import Decoder, ModelConfig
 
 WARMUP_STEPS = 10
 LOG_EVERY = 10
-# Lets Inductor start exchanges early and wait for them late, so that attention hides them.
-OVERLAP = {
-    "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
-}
 MAX_CORPUS_BYTES = 32 << 20
 
 
@@ -128,7 +123,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, eps=1e-6)
         self.forward = self.model
         if settings.compile:
-            self.forward = torch.compile(self.model, fullgraph=True, options=OVERLAP)
+            self.forward = torch.compile(self.model, fullgraph=True, options=magi.compile_options())
         self.history = History(self.ranks, area_per_rank=[0] * self.ranks)
         self.group = dist.group.WORLD.group_name if self.ranks > 1 else None
 

@@ -21,7 +21,8 @@ from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import ATTENTION_TAGS, lib
-from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops.attn_tiles import fake_forward
+from torch_magi.ops.autograd import refuse_vmap, wants_grad
 from torch_magi.ops.flex_attn import flex_attn_fwd
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
@@ -121,13 +122,15 @@ class _ContextParallelAttn(torch.autograd.Function):
         return_max_logits: bool,
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, max_logits = _forward(
-            q, k, v, plan, sink, num_stages, received, sent, group_name, scale, softcap, return_max_logits, *options
-        )
+        numbers = (scale, softcap, return_max_logits)
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, max_logits = torch.ops.torch_magi.context_parallel_attn(
+                q, k, v, plan, sink, num_stages, received, sent, group_name, *numbers, *options
+            )
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.plan, ctx.num_stages, ctx.group_name = plan, num_stages, group_name
         ctx.received, ctx.sent = received, sent
-        ctx.numbers, ctx.options = (scale, softcap), options
+        ctx.numbers, ctx.options = (scale, softcap), options[:-1]
         ctx.mark_non_differentiable(max_logits)
         ctx.set_materialize_grads(False)
         return out, lse, max_logits
@@ -177,23 +180,29 @@ class _ContextParallelAttn(torch.autograd.Function):
             dkv = back if dkv is None else dkv + back
         assert dq is not None and dkv is not None
         dk, dv = _unpack(dkv, k, v)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsink, *(None,) * 10
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsink, *(None,) * 11
 
 
-def _context_parallel_attn(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, *arguments: Any
-) -> Any:
-    *rest, _ = arguments
+def _autograd(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, sink: Tensor | None, *arguments: Any) -> Any:
     if wants_grad(q, k, v, sink):
-        return _ContextParallelAttn.apply(q, k, v, plan, sink, *rest)  # type: ignore[no-untyped-call]
-    return _forward(q, k, v, plan, sink, *rest)
+        return _ContextParallelAttn.apply(q, k, v, plan, sink, *arguments)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.torch_magi.context_parallel_attn(q, k, v, plan, sink, *arguments)
+
+
+def _stages(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *rest, _ = arguments
+    return _forward(q, *rest)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_forward(q, v, False, arguments[8])
 
 
 # Compilers keep what they made of this operator on disk, under its name and arguments. Raise this number with every
 # change of what it decomposes into, so that nobody runs code that was made for another version.
-DECOMPOSITION = 2
+DECOMPOSITION = 3
 
-# Decomposes while it is traced, in forward and backward, so that a compiler sees every start, wait and stage.
 lib.define(
     f"context_parallel_attn(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, Tensor? sink, int num_stages, "
     "SymInt[] received, SymInt[] sent, str group_name, float scale, float softcap, bool return_max_logits, "
@@ -201,7 +210,13 @@ lib.define(
     " -> (Tensor out, Tensor lse, Tensor max_logits)",
     tags=ATTENTION_TAGS,
 )
-lib.impl("context_parallel_attn", _context_parallel_attn, "CompositeImplicitAutograd")
+# Eager code runs it as one operator, whose results selective activation checkpointing can keep by its name. Where it
+# is traced it decomposes, so that a compiler sees every start, wait and stage; so does the backward.
+lib.impl("context_parallel_attn", _autograd, "Autograd")
+lib.impl("context_parallel_attn", _stages, "CompositeExplicitAutograd")
+torch.ops.torch_magi.context_parallel_attn.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_stages)
+torch.library.register_fake("torch_magi::context_parallel_attn", _fake, lib=lib)
+refuse_vmap("context_parallel_attn")
 
 
 def context_parallel_attn(
@@ -250,8 +265,9 @@ def context_parallel_attn(
             f"query, key and value must be dispatched rows [rows, heads, head_dim], got {list(query.shape)}"
         )
     exchanges = range(1 if plan.starts_local else 0, plan.num_stages)
-    received = [plan_size(call.q, plan, Size.RECEIVED, stage) for stage in exchanges]
-    sent = [plan_size(call.q, plan, Size.SENT, stage) for stage in exchanges]
+    # The keys are the anchor: an exchange needs them, so that it can start while the queries are still projected.
+    received = [plan_size(call.k, plan, Size.RECEIVED, stage) for stage in exchanges]
+    sent = [plan_size(call.k, plan, Size.SENT, stage) for stage in exchanges]
     out, lse, max_logits = torch.ops.torch_magi.context_parallel_attn(
         call.q,
         call.k,

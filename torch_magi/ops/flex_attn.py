@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from torch_magi._extension import has_kernel
 from torch_magi.ops import sm90
@@ -21,6 +22,7 @@ from torch_magi.ops.attn_tiles import (
     flex_attn_fwd_tiles,
 )
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.flops import backward_flops, forward_flops
 from torch_magi.ops.merge_state import merge_state, merged_side_grad
 from torch_magi.ops.plan_types import ATTN_PLAN
 from torch_magi.plan import AttnPlan
@@ -327,6 +329,8 @@ lib.impl("flex_attn_fwd", _autograd_forward, "Autograd")
 lib.impl("flex_attn_bwd", _autograd_backward, "Autograd")
 refuse_vmap("flex_attn_fwd")
 refuse_vmap("flex_attn_bwd")
+register_flop_formula(torch.ops.torch_magi.flex_attn_fwd)(forward_flops)
+register_flop_formula(torch.ops.torch_magi.flex_attn_bwd)(backward_flops)
 
 
 def flex_attn_fwd(
