@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 ATTENTION = "attention/test_flex_flash_attn.py"
 CONTEXT = "attention/test_context_parallel.py"
 COMPILE = "attention/test_compile.py"
+OVERLAP = "attention/test_overlap.py"
 CAST = "comm/test_group_cast.py"
 DISPATCH = "plan/test_dispatch.py"
 PLAN = "plan/test_attn_plan.py"
@@ -138,7 +139,12 @@ CASES: dict[str, tuple[str, ...]] = {
         f"{COMPILE}::test_c45_c46_varying_lengths",
         f"{COMPILE}::test_c46_one_device",
     ),
-    "C48": (f"{COMPILE}::test_c48_exchanges_start_before_the_local_attention",),
+    "C48": (
+        f"{COMPILE}::test_c48_exchanges_start_before_the_local_attention",
+        f"{OVERLAP}::test_c48_by_default_the_order_is_that_of_the_program",
+        f"{OVERLAP}::test_c48_three_exchanges",
+        f"{OVERLAP}::test_c48_with_the_options_exchanges_start_before_the_queries_are_projected",
+    ),
     "C52": (f"{ROLL}::test_c52_labels_of_packed_documents",),
 }
 # Cases of features that do not exist yet: there is nothing that could be wrong.
