@@ -1,7 +1,7 @@
 """Mask functions of FlexAttention as bands, found by running the function once on symbols.
 
 The symbols stand for all queries and all keys at once, and their operations make expressions (index_expressions.py).
-A function with an operation beyond the rules there has no result, rather than one that is nearly right.
+A function with an operation beyond the rules of index_rules.py has no result, rather than one that is nearly right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_magi.masks.index_expressions import Beyond, Column, Expression, Rules, substitute
+from torch_magi.masks.index_expressions import Beyond, Column, Expression, substitute
+from torch_magi.masks.index_rules import Rules
 from torch_magi.masks.mask import AttnMask
 from torch_magi.masks.pair_sets import TooManyPieces, bands_of
 
@@ -39,41 +40,43 @@ def trace_mask_mod(mask_mod: Callable[..., Any], q_len: int, kv_len: int, b: int
     """
     if not q_len or not kv_len:
         return AttnMask.from_bands(np.empty((0, 7), np.int64), q_len, kv_len)
-    trace = _Trace(q_len, kv_len)
+    recorder = _Recorder(q_len, kv_len)
     batch, head = torch.tensor(b), torch.tensor(h)
+    q, k = (recorder.symbol(Column(index, torch.arange(n))) for index, n in (("q", q_len), ("k", kv_len)))
     try:
-        q, k = (trace.symbol(Column(index, torch.arange(n))) for index, n in (("q", q_len), ("k", kv_len)))
         found = mask_mod(batch, head, q, k)
-        if not trace.beyond:  # the function may have caught the exception
-            pairs = trace.rules.truth(found.expression if isinstance(found, _Symbol) else found)
-            return AttnMask.from_canonical_bands(bands_of(pairs, q_len, kv_len), q_len, kv_len)
-    except (Beyond, TooManyPieces):
-        pass
     except IndexError:
         raise
     except Exception:
-        if not trace.beyond:
+        if not recorder.beyond:
             # Either the function raises, and does so again, or it is the symbols that it cannot take.
             zero = torch.zeros((), dtype=torch.int64)
             mask_mod(batch, head, zero, zero.clone())
-    return None
+        return None
+    if recorder.beyond:  # and the function caught the exception
+        return None
+    try:
+        pairs = recorder.rules.truth(found.expression if isinstance(found, _Symbol) else found)
+        return AttnMask.from_canonical_bands(bands_of(pairs, q_len, kv_len), q_len, kv_len)
+    except (Beyond, TooManyPieces):
+        return None
 
 
 class _Symbol(torch.Tensor):
     """What the mask function gets for an index: a tensor without storage whose operations are recorded."""
 
     expression: Expression
-    trace: _Trace
+    recorder: _Recorder
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        trace = next(_symbols((args, kwargs))).trace
+        recorder = next(_symbols((args, kwargs))).recorder
         try:
-            return trace.call(func, args, kwargs or {})
+            return recorder.call(func, args, kwargs or {})
         except Beyond:
-            trace.beyond = True
+            recorder.beyond = True
             raise
 
 
@@ -88,7 +91,7 @@ def _symbols(value: Any) -> Iterator[_Symbol]:
         yield from _symbols(list(value.values()))
 
 
-class _Trace:
+class _Recorder:
     """One run of a mask function."""
 
     def __init__(self, sq: int, sk: int) -> None:
@@ -98,7 +101,7 @@ class _Trace:
     def symbol(self, expression: Expression) -> _Symbol:
         shape = expression.values.shape[1:] if isinstance(expression, Column) else ()
         symbol = torch.Tensor._make_subclass(_Symbol, torch.empty(shape, dtype=expression.dtype, device="meta"))
-        symbol.expression, symbol.trace = expression, self
+        symbol.expression, symbol.recorder = expression, self
         return symbol
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

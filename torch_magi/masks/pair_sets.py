@@ -19,6 +19,7 @@ from torch_magi.masks.ranges import IntArray
 
 MOST_PIECES = 1 << 20  # rectangles and bands of one condition, before they are joined
 MOST_JOINED = 1 << 18  # equal runs that are paired without looking at where the rest of the tree is true
+MOST_WORK = 1 << 26
 FAR = 1 << 62  # an open end of an interval
 LARGEST = 1 << 59  # of |f| and |g|
 
@@ -125,6 +126,18 @@ class Within:
 
 
 @dataclass(frozen=True, eq=False)
+class Table:
+    """The pairs of rows [q_edges[i], q_edges[i + 1]) and keys [k_edges[j], k_edges[j + 1]) where visible[i, j]."""
+
+    q_edges: IntArray
+    k_edges: IntArray
+    visible: BoolArray
+
+    def complement(self) -> Table:
+        return Table(self.q_edges, self.k_edges, ~self.visible)
+
+
+@dataclass(frozen=True, eq=False)
 class Intersection:
     """The pairs that are in all parts; every pair if there are none."""
 
@@ -144,7 +157,7 @@ class Union:
         return Intersection(tuple(part.complement() for part in self.parts))
 
 
-PairSet = Rows | Keys | Within | Intersection | Union
+PairSet = Rows | Keys | Within | Table | Intersection | Union
 
 
 def both(*parts: PairSet) -> PairSet:
@@ -182,8 +195,11 @@ def _cost(pairs: PairSet) -> int:
         return 1
     if isinstance(pairs, (Intersection, Union)):
         return sum(_cost(part) for part in pairs.parts)
+    if isinstance(pairs, Table):
+        return pairs.visible.size
     n, m = len(pairs.rows.start), len(pairs.keys.start)
-    return n + m if pairs.rows.monotone and pairs.keys.monotone else n * m
+    meetings = n + m if pairs.rows.monotone and pairs.keys.monotone else n * m
+    return meetings * len(pairs.intervals)
 
 
 def _evaluate(pairs: PairSet, region: Bands) -> Bands:
@@ -202,31 +218,54 @@ def _evaluate(pairs: PairSet, region: Bands) -> Bands:
     elif isinstance(pairs, Keys):
         ranges = true_ranges(pairs.chosen)
         found = _rectangles(0, region[:, 1].max(), ranges[:, 0], ranges[:, 1])
+    elif isinstance(pairs, Table):
+        offsets, keys = _planner.row_intervals(_planner.from_dense(pairs.visible), 0, len(pairs.visible))
+        rows = np.repeat(np.arange(len(pairs.visible)), np.diff(offsets))
+        q, k = pairs.q_edges, pairs.k_edges
+        found = _rectangles(q[rows], q[rows + 1], k[keys[:, 0]], k[keys[:, 1]])
     else:
         opposite = pairs.complement()
         if opposite.is_point:
-            return _planner.combine(region, _within(opposite, region), "sub")
+            return _combine(region, _within(opposite, region), "sub")
         found = _within(pairs, region)
-    return _planner.combine(found, region, "and")
+    return _combine(found, region, "and")
 
 
 def _joined(pieces: list[Bands]) -> Bands:
     bands = np.concatenate([np.empty((0, 7), np.int64), *pieces])
-    if len(bands) > MOST_PIECES:
+    return _combine(bands, bands[:0], "or") if len(pieces) > 1 else bands
+
+
+def _combine(a: Bands, b: Bands, op: str) -> Bands:
+    """Combine bands, unless that takes very long: as long as, for every band, the number of bands that begin in it."""
+    q0, q1, k0, k1, dlo, dhi, step = np.concatenate([a, b]).T
+    if len(q0) > MOST_PIECES:
         raise TooManyPieces
-    return _planner.normalize(bands) if len(pieces) > 1 else bands
+    turns = (np.clip(k0 - dlo, q0, q1), np.clip(k1 - dhi, q0, q1))
+    steps = (q1 - q0) // step * (step > 1)
+    stairs = np.repeat(q0, steps) + _spread(np.zeros(len(q0), np.int64), steps) * np.repeat(step, steps)
+    events = np.unique(np.concatenate([q0, q1, *turns, stairs]))
+    work = np.searchsorted(events, q1) - np.searchsorted(events, q0)
+    if work.sum() > MOST_WORK:
+        raise TooManyPieces
+    return _planner.combine(a, b, op)
 
 
 def _within(pairs: Within, region: Bands) -> Bands:
     """Return bands of all pairs of a set that lie in the region, and perhaps of others."""
+    rows, keys = pairs.rows, pairs.keys
     if pairs.is_point:
-        met = _equal_runs(pairs.rows, pairs.keys, int(pairs.intervals[0, 0]))
+        met = _equal_runs(rows, keys, int(pairs.intervals[0, 0]))
         if met is not None:
             i, j = met
-            one = np.zeros(len(i), np.int64)
-            rows, keys = pairs.rows, pairs.keys
-            return _meet(pairs, i, j, (rows.start[i], rows.end[i], keys.start[j], keys.end[j]), one, one + 1)
-    return _search(pairs, region)
+            where = np.stack([rows.start[i], rows.end[i], keys.start[j], keys.end[j]])
+            return _meet(rows, keys, pairs.intervals, i, j, where, np.array([[-INF], [INF]]))
+    # Where one side has many runs and the other a few slopes, these are cut, so that most pairs are decided in large
+    # squares and not in one long rectangle for every run.
+    n, m = len(rows.start), len(keys.start)
+    if n * m * len(pairs.intervals) <= len(region):
+        region = _rectangles([0], [region[:, 1].max()], [0], [region[:, 3].max()])
+    return _search(_cut(rows, m), _cut(keys, n), pairs.intervals, region)
 
 
 def _equal_runs(rows: Runs, keys: Runs, total: int) -> tuple[IntArray, IntArray] | None:
@@ -235,7 +274,7 @@ def _equal_runs(rows: Runs, keys: Runs, total: int) -> tuple[IntArray, IntArray]
         if not keys.constant:
             return None
         met = _equal_runs(keys, rows, total)
-        return None if met is None else met[::-1]
+        return None if met is None else (met[1], met[0])
     low, high = keys.bounds
     order = np.argsort(rows.first, kind="stable")
     begin = np.searchsorted(rows.first[order], total - high, "left")
@@ -247,8 +286,22 @@ def _equal_runs(rows: Runs, keys: Runs, total: int) -> tuple[IntArray, IntArray]
 
 def _spread(begin: IntArray, count: IntArray) -> IntArray:
     """Return begin[0], begin[0] + 1, ... (count[0] of them), begin[1], ..."""
+    if count.sum() > MOST_PIECES:
+        raise TooManyPieces
     before = np.cumsum(count) - count
-    return np.arange(int(count.sum())) + np.repeat(begin - before, count)
+    found: IntArray = np.arange(int(count.sum())) + np.repeat(begin - before, count)
+    return found
+
+
+def _cut(runs: Runs, pieces: int) -> Runs:
+    """Return the runs with those that move cut, to about `pieces` in all."""
+    if pieces <= 8 * len(runs.start):
+        return runs
+    length = -(-int(runs.end[-1]) // pieces)
+    count = np.where(runs.slope == 0, 1, -(-(runs.end - runs.start) // length))
+    offset = length * _spread(np.zeros(len(count), np.int64), count)
+    start, slope = np.repeat(runs.start, count) + offset, np.repeat(runs.slope, count)
+    return Runs(start, np.append(start[1:], runs.end[-1]), np.repeat(runs.first, count) + slope * offset, slope)
 
 
 class _Tree:
@@ -277,40 +330,46 @@ class _Tree:
         return a >> levels
 
 
-def _search(pairs: Within, region: Bands) -> Bands:
-    """Return the bands of a set in the bounding boxes of a region's bands.
+def _search(row_runs: Runs, key_runs: Runs, intervals: IntArray, region: Bands) -> Bands:
+    """Return the bands of sums in intervals, in the bounding boxes of a region's bands.
 
     Pairs of nodes, one of the rows and one of the keys, are halved until their values decide.
     """
-    rows, keys = _Tree(pairs.rows), _Tree(pairs.keys)
-    begins, ends = pairs.intervals[:, 0], pairs.intervals[:, 1]
-    if len(pairs.rows.start) * len(pairs.keys.start) <= len(region):
-        region = _rectangles([0], [region[:, 1].max()], [0], [region[:, 3].max()])
+    rows, keys = _Tree(row_runs), _Tree(key_runs)
+    begins, ends = intervals.T
     q0, q1, k0, k1, dlo, dhi, step = region.T
-    dlo = dlo - step + 1
-    k0, k1 = np.maximum(k0, q0 + dlo), np.minimum(k1, q1 - 1 + dhi)
-    u, v, box = rows.over(q0, q1), keys.over(k0, k1), np.arange(len(region))
-    found: list[Bands] = []
+    diagonals = np.stack([np.maximum(dlo - step + 1, -INF), dhi])
+    boxes = np.stack([q0, q1, np.maximum(k0, q0 + diagonals[0]), np.minimum(k1, q1 - 1 + dhi)])
+    u, v, box = rows.over(*boxes[:2]), keys.over(*boxes[2:]), np.arange(len(region))
+    found = [np.empty((0, 7), np.int64)]
     while len(u):
-        a, b = np.maximum(rows.start[u], q0[box]), np.minimum(rows.end[u], q1[box])
-        c, d = np.maximum(keys.start[v], k0[box]), np.minimum(keys.end[v], k1[box])
+        nodes = np.stack([rows.start[u], rows.end[u], keys.start[v], keys.end[v]])
+        where = _inner(nodes, boxes[:, box], diagonals[:, box])
         low, high = rows.low[u] + keys.low[v], rows.high[u] + keys.high[v]
         first, last = np.searchsorted(ends, low, "right"), np.searchsorted(begins, high, "right")
-        alive = (a < b) & (c < d) & (d - 1 - a >= dlo[box]) & (c - b + 1 < dhi[box]) & (first < last)
-        inside = alive & (last - first == 1)
+        alive = (where[0] < where[1]) & (where[2] < where[3]) & (first < last)
         nth = np.minimum(first, len(begins) - 1)
-        inside &= (begins[nth] <= low) & (high < ends[nth])
-        found.append(_rectangles(a[inside], b[inside], c[inside], d[inside]))
+        inside = alive & (begins[nth] <= low) & (high < ends[nth])
+        found.append(_rectangles(*where[:, inside]))
         undecided = alive & ~inside
         below = undecided & (u >= rows.leaf) & (v >= keys.leaf)
         if below.any():
             i, j = u[below] - rows.leaf, v[below] - keys.leaf
-            where = (a[below], b[below], c[below], d[below])
-            found.append(_meet(pairs, i, j, where, first[below], last[below]))
+            found.append(_meet(row_runs, key_runs, intervals, i, j, where[:, below], diagonals[:, box[below]]))
         u, v, box = _halve(u, v, box, undecided & ~below, rows.leaf, keys.leaf)
         if len(u) + sum(map(len, found)) > 2 * MOST_PIECES:
             raise TooManyPieces
-    return np.concatenate([np.empty((0, 7), np.int64), *found])
+    return np.concatenate(found)
+
+
+def _inner(nodes: IntArray, boxes: IntArray, diagonals: IntArray) -> IntArray:
+    """Return the smallest rectangles [4, n] of the pairs that are in both of two and between two diagonals."""
+    a, b = np.maximum(nodes[0], boxes[0]), np.minimum(nodes[1], boxes[1])
+    c, d = np.maximum(nodes[2], boxes[2]), np.minimum(nodes[3], boxes[3])
+    dlo, dhi = diagonals
+    return np.stack(
+        [np.maximum(a, c - dhi + 1), np.minimum(b, d - dlo), np.maximum(c, a + dlo), np.minimum(d, b - 1 + dhi)]
+    )
 
 
 def _halve(
@@ -330,46 +389,46 @@ def _halve(
 
 
 def _meet(
-    pairs: Within, i: IntArray, j: IntArray, where: tuple[IntArray, IntArray, IntArray, IntArray],
-    first: IntArray, last: IntArray,
-) -> Bands:  # fmt: skip
-    """Return the bands in which run i[n] of the rows and run j[n] of the keys have sums in intervals first .. last - 1.
+    rows: Runs, keys: Runs, intervals: IntArray, i: IntArray, j: IntArray, where: IntArray, diagonals: IntArray
+) -> Bands:
+    """Return the bands in which run i[n] of the rows and run j[n] of the keys have sums in intervals.
 
-    where: first and last rows and keys of each meeting.
+    Args:
+        where: [4, n]; first and last rows and keys of each meeting.
+        diagonals: [2, n] or [2, 1]; only pairs with k - q in this range are needed.
     """
-    a, b, c, d = where
-    rows, keys = pairs.rows, pairs.keys
     s, t = rows.slope[i], keys.slope[j]
-    value = rows.first[i] + s * (a - rows.start[i]) + keys.first[j] + t * (c - keys.start[j])  # at (a, c)
     alike = s * t > 0  # the sums are equal along the other diagonal, which no band is: one row at a time
     if alike.any():
-        count = np.where(alike, b - a, 1)
-        _check(count)
-        offset = _spread(np.zeros(len(a), np.int64), count)
-        a, b, c, d, s, t, value, first, last, alike = (
-            np.repeat(x, count) for x in (a, b, c, d, s, t, value, first, last, alike)
-        )
-        a, value = a + offset, value + s * offset
-        b, s = np.where(alike, a + 1, b), np.where(alike, 0, s)
-    _check(last - first)
-    nth = _spread(first, last - first)
-    a, b, c, d, s, t, value = (np.repeat(x, last - first) for x in (a, b, c, d, s, t, value))
-    low, high = pairs.intervals[nth, 0] - value, pairs.intervals[nth, 1] - value
-    # Along one direction of slope 1 or -1, the steps in [near, far) are inside.
-    turned = (t < 0) | ((t == 0) & (s < 0))
-    near, far = np.where(turned, 1 - high, low), np.where(turned, 1 - low, high)
-    still_rows, still_keys = s == 0, t == 0
-    on_keys, on_rows = still_rows & ~still_keys, ~still_rows & still_keys
-    diagonal = ~still_rows & ~still_keys
-    gone = still_rows & still_keys & ((low > 0) | (high <= 0))
+        diagonals = np.broadcast_to(diagonals, (2, len(i)))
+        count = np.where(alike, where[1] - where[0], 1)
+        row = np.repeat(where[0], count) + _spread(np.zeros(len(i), np.int64), count)
+        i, j, s, t = (np.repeat(x, count) for x in (i, j, s, t))
+        alike = np.repeat(alike, count)
+        where, diagonals = np.repeat(where, count, 1), np.repeat(diagonals, count, 1)
+        where[:2] = np.where(alike, [row, row + 1], where[:2])
+        s = np.where(alike, 0, s)
+        where = _inner(where, where, diagonals)
+    a, b, c, d = where
+    value = rows.first[i] + rows.slope[i] * (a - rows.start[i]) + keys.first[j] + t * (c - keys.start[j])  # at (a, c)
+    # From (a, c) on, along the keys, the rows or the diagonal, the sum rises or falls by one a step.
+    on_keys, on_rows, diagonal = (s == 0) & (t != 0), (s != 0) & (t == 0), (s != 0) & (t != 0)
+    low = np.where(diagonal, np.maximum(diagonals[0] - c + a, a - b + 1), 0)  # steps
+    high = np.where(
+        diagonal, np.minimum(diagonals[1] - c + a, d - c), np.where(on_keys, d - c, np.where(on_rows, b - a, 1))
+    )
+    falls = (t < 0) | ((t == 0) & (s < 0))
+    least, most = np.where(falls, value - high + 1, value + low), np.where(falls, value - low, value + high - 1)
+    first, last = np.searchsorted(intervals[:, 1], least, "right"), np.searchsorted(intervals[:, 0], most, "right")
+    count = np.where((low < high) & (a < b) & (c < d), np.maximum(last - first, 0), 0)
+    nth = _spread(first, count)
+    a, b, c, d, value, falls, on_keys, on_rows, diagonal = (
+        np.repeat(x, count) for x in (a, b, c, d, value, falls, on_keys, on_rows, diagonal)
+    )
+    begin, end = intervals[nth, 0] - value, intervals[nth, 1] - value
+    near, far = np.where(falls, 1 - end, begin), np.where(falls, 1 - begin, end)  # the steps that are inside
     q0, q1 = np.where(on_rows, np.maximum(a, a + near), a), np.where(on_rows, np.minimum(b, a + far), b)
     k0, k1 = np.where(on_keys, np.maximum(c, c + near), c), np.where(on_keys, np.minimum(d, c + far), d)
     dlo = np.where(diagonal & (near > -LARGEST), near + c - a, -INF)
     dhi = np.where(diagonal & (far < LARGEST), far + c - a, INF)
-    keep = (q0 < q1) & (k0 < k1) & ~gone
-    return _rectangles(q0, q1, k0, k1, dlo, dhi)[keep]
-
-
-def _check(count: IntArray) -> None:
-    if count.sum() > MOST_PIECES:
-        raise TooManyPieces
+    return _rectangles(q0, q1, k0, k1, dlo, dhi)[(q0 < q1) & (k0 < k1)]
