@@ -15,10 +15,14 @@ import torch
 from torch_magi.masks.index_expressions import Beyond, Column, Expression, substitute
 from torch_magi.masks.index_rules import Rules
 from torch_magi.masks.mask import AttnMask
-from torch_magi.masks.pair_sets import TooManyPieces, bands_of
+from torch_magi.masks.pair_sets import PairSet, TooManyPieces, bands_of
 
 METADATA = {"dtype", "shape", "ndim", "requires_grad", "dim", "size", "numel", "is_floating_point", "is_complex"}
-IN_PLACE = {"iadd", "isub", "imul", "iand", "ior", "ixor"}
+CONVERSIONS = {"bool", "int", "float", "complex", "index", "len"}  # to numbers of Python
+IN_PLACE: dict[str, Callable[..., Any]] = {
+    "add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "__iand__": torch.bitwise_and,
+    "__ior__": torch.bitwise_or, "__ixor__": torch.bitwise_xor,
+}  # fmt: skip
 
 
 def trace_mask_mod(mask_mod: Callable[..., Any], q_len: int, kv_len: int, b: int, h: int) -> AttnMask | None:
@@ -40,6 +44,21 @@ def trace_mask_mod(mask_mod: Callable[..., Any], q_len: int, kv_len: int, b: int
     """
     if not q_len or not kv_len:
         return AttnMask.from_bands(np.empty((0, 7), np.int64), q_len, kv_len)
+    with torch.device("cpu"):  # whatever the default is
+        try:
+            pairs = _traced(mask_mod, q_len, kv_len, b, h)
+            return AttnMask.from_canonical_bands(bands_of(pairs, q_len, kv_len), q_len, kv_len)
+        except (Beyond, TooManyPieces):
+            return None
+
+
+def _traced(mask_mod: Callable[..., Any], q_len: int, kv_len: int, b: int, h: int) -> PairSet:
+    """Return the set of pairs of a mask function.
+
+    Raises:
+        Beyond: if the function does something that the rules do not cover.
+        Exception: what the function raises.
+    """
     recorder = _Recorder(q_len, kv_len)
     batch, head = torch.tensor(b), torch.tensor(h)
     q, k = (recorder.symbol(Column(index, torch.arange(n))) for index, n in (("q", q_len), ("k", kv_len)))
@@ -47,19 +66,15 @@ def trace_mask_mod(mask_mod: Callable[..., Any], q_len: int, kv_len: int, b: int
         found = mask_mod(batch, head, q, k)
     except IndexError:
         raise
-    except Exception:
+    except Exception as error:
         if not recorder.beyond:
             # Either the function raises, and does so again, or it is the symbols that it cannot take.
             zero = torch.zeros((), dtype=torch.int64)
             mask_mod(batch, head, zero, zero.clone())
-        return None
+        raise Beyond from error
     if recorder.beyond:  # and the function caught the exception
-        return None
-    try:
-        pairs = recorder.rules.truth(found.expression if isinstance(found, _Symbol) else found)
-        return AttnMask.from_canonical_bands(bands_of(pairs, q_len, kv_len), q_len, kv_len)
-    except (Beyond, TooManyPieces):
-        return None
+        raise Beyond
+    return recorder.rules.truth(found.expression if isinstance(found, _Symbol) else found)
 
 
 class _Symbol(torch.Tensor):
@@ -111,12 +126,17 @@ class _Recorder:
             name = func.__self__.__name__  # type: ignore[attr-defined]
             if name in ("device", "is_cuda"):
                 return torch.device("cpu") if name == "device" else False
-        name = name.strip("_")
+        elif name in IN_PLACE and len(args) == 2 and not kwargs:
+            return self.in_place(IN_PLACE[name], *args)
+        elif name.startswith("__"):
+            name = name[2:-2]
+            if name in CONVERSIONS:
+                raise Beyond
+        elif name.endswith("_"):  # another change in place
+            raise Beyond
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in IN_PLACE:
-            return self.in_place(name, *args)
         inner_args, inner_kwargs = (substitute(x, _without_symbols) for x in (args, kwargs))
         made = self.rules.apply(name, func, inner_args, inner_kwargs)
         for symbol in _symbols(args):  # x.long() is x itself where x is of that dtype
@@ -124,11 +144,11 @@ class _Recorder:
                 return symbol
         return self.symbol(made) if isinstance(made, Expression) else made
 
-    def in_place(self, name: str, target: Any, other: Any) -> Any:
+    def in_place(self, func: Callable[..., Any], target: Any, other: Any) -> Any:
         """Return a &= b and the like. A column stays as it is: other expressions may hold its values."""
         if not isinstance(target, _Symbol) or isinstance(target.expression, Column):
             raise Beyond
-        made = self.call(getattr(torch.Tensor, f"__{name[1:]}__"), (target, other), {}).expression
+        made = self.call(func, (target, other), {}).expression
         if made.dtype != target.expression.dtype:
             raise Beyond
         target.expression = made

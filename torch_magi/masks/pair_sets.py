@@ -118,7 +118,7 @@ class Within:
 
     @cached_property
     def is_point(self) -> bool:
-        return len(self.intervals) == 1 and self.intervals[0, 1] - self.intervals[0, 0] == 1
+        return len(self.intervals) == 1 and self.intervals[0, 1] == self.intervals[0, 0] + 1
 
     def complement(self) -> Within:
         ends = np.concatenate([[-FAR], self.intervals.ravel(), [FAR]]).reshape(-1, 2)
@@ -342,7 +342,7 @@ def _search(row_runs: Runs, key_runs: Runs, intervals: IntArray, region: Bands) 
     boxes = np.stack([q0, q1, np.maximum(k0, q0 + diagonals[0]), np.minimum(k1, q1 - 1 + dhi)])
     u, v, box = rows.over(*boxes[:2]), keys.over(*boxes[2:]), np.arange(len(region))
     found = [np.empty((0, 7), np.int64)]
-    while len(u):
+    while len(u) and len(intervals):
         nodes = np.stack([rows.start[u], rows.end[u], keys.start[v], keys.end[v]])
         where = _inner(nodes, boxes[:, box], diagonals[:, box])
         low, high = rows.low[u] + keys.low[v], rows.high[u] + keys.high[v]
