@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -87,6 +88,38 @@ def plan_of(mask: AttnMask, world: int, **config: Any) -> magi.AttnPlan:
     return magi.make_attn_plan(mask, *HEADS, cp_size=world, config=PlanConfig(**config))
 
 
+def functions() -> list[Figure]:
+    """Masks made of functions for FlexAttention, beside its own tables of blocks, each in a process of its own."""
+    made = """
+import resource, time
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch_magi.masks.mask_mod_symbolic import trace_mask_mod
+lengths = torch.full((829,), TOKENS // 829)
+lengths[-1] += TOKENS - int(lengths.sum())
+ids = torch.repeat_interleave(torch.arange(829), lengths)
+def mask_mod(b, h, q, k):
+    return (ids[q] == ids[k]) & (q >= k)
+def make(n):
+    return FUNCTION
+make(256)
+before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+make(TOKENS)
+print(time.perf_counter() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    figures = []
+    for name, tokens, function, targets in (
+        ("bands of a mask_mod", MILLION, "trace_mask_mod(mask_mod, n, n, 0, 0)", (2.0, 1024.0)),
+        ("create_block_mask", 1 << 15, "create_block_mask(mask_mod, None, None, n, n, device='cpu')", (None, None)),
+    ):
+        code = made.replace("TOKENS", str(tokens)).replace("FUNCTION", function)
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        label = f"{name}, {tokens >> 10}k tokens, 829 causal documents"
+        for value, unit, target in zip(map(float, run.stdout.split()), ("s", "MiB"), targets, strict=True):
+            figures.append(Figure(label, value, unit, target))
+    return figures
+
+
 def distributed_plans() -> list[Figure]:
     """Time, balance and traffic of plans for many ranks."""
     varlen = YARDSTICK_MASKS["varlen_causal"](MILLION)
@@ -151,7 +184,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     figures = []
-    for group in (tile_plans, distributed_plans, cpu_attention):
+    for group in (tile_plans, functions, distributed_plans, cpu_attention):
         if group is cpu_attention:
             torch.set_num_threads(threads)
         for figure in group():

@@ -135,7 +135,8 @@ SEARCHES = {"searchsorted", "bucketize", "isin"}
 ELEMENTWISE = {
     *COMPARISONS, *LOGIC, *LINEAR, *CASTS, *LEAST, *GREATEST, *FILLED, "to", "abs", "absolute", "sign", "div",
     "divide", "true_divide", "truediv", "rtruediv", "rdiv", "floordiv", "rfloordiv", "floor_divide", "mod", "rmod",
-    "remainder", "fmod", "pow", "rpow", "lshift", "rshift", "rlshift", "rrshift", "bitwise_left_shift", "bitwise_right_shift", "where",
+    "remainder", "fmod", "pow", "rpow", "lshift", "rshift", "rlshift", "rrshift", "bitwise_left_shift",
+    "bitwise_right_shift", "where",
     "clamp", "clip", "clamp_min", "clamp_max", "floor", "ceil", "round", "trunc", "sqrt", "exp", "exp2", "log", "log2",
     "square", "clone", "detach", "any", "all", "sum", "unsqueeze", "squeeze", "getitem",
 }  # fmt: skip
