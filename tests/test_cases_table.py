@@ -15,6 +15,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 ATTENTION = "attention/test_flex_flash_attn.py"
+FLEX = "attention/test_flex_attention.py"
 CONTEXT = "attention/test_context_parallel.py"
 COMPILE = "attention/test_compile.py"
 OVERLAP = "attention/test_overlap.py"
@@ -64,7 +65,10 @@ CASES: dict[str, tuple[str, ...]] = {
         f"{ATTENTION}::test_c14_and_empty_inputs",
         f"{CONSTRUCTORS}::test_c14_repeated_tail_of_cu_seqlens",
     ),
-    "C15": (f"{ATTENTION}::test_c15_mask_larger_than_the_tensors",),
+    "C15": (
+        f"{ATTENTION}::test_c15_mask_larger_than_the_tensors",
+        f"{FLEX}::test_c15_mask_of_other_lengths",
+    ),
     "C16": (
         f"{CONTEXT}::test_c16_full_mask_head_tail",
         f"{DISPATCH}::test_c16_full_mask_head_tail",
