@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "C27": (
         f"{ALGEBRA}::test_c27_memory_of_a_mask_of_a_million_tokens",
         f"{ALGEBRA}::test_c27_size_and_time_do_not_depend_on_the_length",
-        f"{MASK_MOD}::test_c27_block_masks_of_a_million_tokens",
+        f"{MASK_MOD}::test_c27_masks_of_a_million_tokens",
     ),
     "C28": (f"{CONTEXT}::test_c28_stale_keys_in_backward",),
     "C29": (f"{CONTEXT}::test_c29_the_error_does_not_grow_with_the_ranks",),

@@ -45,6 +45,7 @@ MODS: dict[str, Callable[..., Tensor]] = {
     "all": noop_mask,
     "none": lambda b, h, q, k: (q < 0) & (k < 0),
     "float": lambda b, h, q, k: torch.sin(q * 0.37) > k / 60.0,
+    "product": lambda b, h, q, k: (q * k) % 3 == 1,
 }
 SHAPES = [(N, N), (7, N), (N, 33), (1, 1)]
 
@@ -53,24 +54,36 @@ def dense(mod: Callable[..., Tensor], sq: int, sk: int, b: int = 0, h: int = 0) 
     return create_mask(mod, b + 1, h + 1, sq, sk, device="cpu")[b, h].expand(sq, sk)
 
 
+def ask_for_every_pair(patch: pytest.MonkeyPatch, pairs: int = mask_mod.PAIRS) -> None:
+    """Leave out the run on symbols, and ask for `pairs` at once."""
+    patch.setattr(mask_mod, "trace_mask_mod", lambda *_: None)
+    patch.setattr(mask_mod, "PAIRS", pairs)
+
+
 # --- from_mask_mod ---
 
 
-@pytest.mark.parametrize("pairs", [1, 150, mask_mod.PAIRS])
+@pytest.mark.parametrize("pairs", [None, 1, 150, mask_mod.PAIRS])
 @pytest.mark.parametrize("name", MODS)
-def test_masks_of_functions(name: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_mod, "PAIRS", pairs)
-    for shape in SHAPES if pairs > 1 else SHAPES[1:2]:
+def test_masks_of_functions(name: str, pairs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pairs:
+        ask_for_every_pair(monkeypatch, pairs)
+    for shape in SHAPES[1:2] if pairs == 1 else SHAPES:
         made = AttnMask.from_mask_mod(MODS[name], *shape)
         assert made == AttnMask.from_dense(dense(MODS[name], *shape)), shape
 
 
-def test_functions_of_masks_give_them_back(seed: int) -> None:
-    for mask in random_masks(30, seed):
+def test_functions_of_masks_give_them_back(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, mask in enumerate(random_masks(40, seed)):
+        if i == 20:
+            ask_for_every_pair(monkeypatch)
         assert AttnMask.from_mask_mod(mask.to_mask_mod(), *mask.shape) == mask
 
 
-def test_c22_a_staircase_stays_one_band() -> None:
+@pytest.mark.parametrize("symbols", [True, False])
+def test_c22_a_staircase_stays_one_band(symbols: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not symbols:
+        ask_for_every_pair(monkeypatch)
     made = AttnMask.from_mask_mod(lambda b, h, q, k: k < 2 * (q // 2 + 1), 200, 200)
     assert made == masks.chunk_causal(200, 200, 2) and len(made.bands) == 1
     assert made.clip((100, 200), (0, 200)).area == 15100
@@ -99,15 +112,23 @@ def test_memory_is_bounded_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(mod, B, H, q_len, kv_len, device)
 
     monkeypatch.setattr(mask_mod, "create_mask", counted)
-    monkeypatch.setattr(mask_mod, "PAIRS", 1 << 12)
+    ask_for_every_pair(monkeypatch, 1 << 12)
     assert AttnMask.from_mask_mod(MODS["stride"], 300, 301).area == int(dense(MODS["stride"], 300, 301).sum())
     assert max(asked) <= 1 << 12 and sum(asked) == 300 * 301 + 1
 
 
 def test_the_way_taken_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    block_mask = create_block_mask(MODS["product"], None, None, 20, 30, "cpu", 16)
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="torch_magi.masks.mask_mod"):
-        AttnMask.from_mask_mod(MODS["float"], 20, 30)
-    assert caplog.messages == ["mask_mod asked for all 20 x 30 pairs"]
+        AttnMask.from_mask_mod(causal, 20, 30)
+        AttnMask.from_mask_mod(MODS["product"], 20, 30)
+        AttnMask.from_block_mask(block_mask)
+    assert caplog.messages == [
+        "mask_mod read from a run on symbols, 20 x 30 pairs",
+        "mask_mod asked for all 20 x 30 pairs",
+        "mask_mod asked for 600 pairs of 20 x 30, those in partial blocks",
+    ]
 
 
 WINDOWS = torch.tensor([[1, 4, 4], [9, 1, 2]])
@@ -137,7 +158,7 @@ def test_masks_of_every_element_and_head() -> None:
 
 
 USES: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "table": ("b", lambda b, h, q, k: WINDOWS[b, 0] > k),
+    "table": ("b", lambda b, h, q, k: WINDOWS[:, 0][b] > k),
     "row of a table": ("h", lambda b, h, q, k: (WINDOWS.T[h] > k).any()),
     "with a row": ("h", lambda b, h, q, k: WINDOWS[q // 30, h] > k),
     "comparison": ("b", lambda b, h, q, k: (b == 0) | (q > k)),
@@ -186,14 +207,21 @@ def test_c41_indices_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("size", [16, (8, 32), 128])
 @pytest.mark.parametrize("separate", [True, False])
-def test_block_masks_of_functions(size: int | tuple[int, int], separate: bool) -> None:
+@pytest.mark.parametrize("symbols", [True, False])
+def test_block_masks_of_functions(
+    size: int | tuple[int, int], separate: bool, symbols: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not symbols:
+        ask_for_every_pair(monkeypatch)
     for mod, (sq, sk) in itertools.product(MODS.values(), SHAPES):
         made = create_block_mask(mod, None, None, sq, sk, "cpu", size, separate_full_blocks=separate)
         assert AttnMask.from_block_mask(made) == AttnMask.from_dense(dense(mod, sq, sk))
 
 
-def test_masks_to_block_masks_and_back(seed: int) -> None:
-    for mask in random_masks(30, seed):
+def test_masks_to_block_masks_and_back(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, mask in enumerate(random_masks(40, seed)):
+        if i == 20:
+            ask_for_every_pair(monkeypatch)
         for size in (1, 8, (5, 16)):
             assert AttnMask.from_block_mask(mask.to_block_mask(size)) == mask
 
@@ -257,6 +285,8 @@ def test_block_masks_of_several_heads() -> None:
     )
     assert AttnMask.from_block_mask(common, B=2, H=3) == expected
     assert AttnMask.from_block_mask(common) == expected[0][0]
+    plain = BlockMask.from_kv_blocks(*(x[0, 0] for x in table), BLOCK_SIZE=4, compute_q_blocks=False)
+    assert AttnMask.from_block_mask(plain) == masks.full(4, 4), "tables of no batch"
     with pytest.raises(ValueError, match="B must be 2, as the BlockMask has it, got 3"):
         AttnMask.from_block_mask(made, B=3)
 
@@ -278,16 +308,22 @@ def test_block_masks_that_were_cut_out() -> None:
     assert torch.equal(AttnMask.from_block_mask(rows).to_dense(), torch.cat([dense_rows[12:16], dense_rows[4:8]]))
 
 
-def test_c27_block_masks_of_a_million_tokens(address_space_limit) -> None:
+def test_c27_masks_of_a_million_tokens(address_space_limit) -> None:
     total, block = 1 << 20, 4096
-    cu = [0, *(block * n for n in (1, 5, 100, 101, 256))]
-    mask = masks.document(cu, causal=False)
-    mask.to_block_mask(block)
+    weights = torch.arange(16, 48).cumsum(0)
+    ends = weights * total // weights[-1]
+    document = torch.searchsorted(ends, torch.arange(total), right=True)
+
+    def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (document[q_idx] == document[kv_idx])
+
+    AttnMask.from_mask_mod(causal, 8, 8).to_block_mask(4)
     with address_space_limit(200 << 20):
-        made = mask.to_block_mask(block)
-        assert AttnMask.from_block_mask(made) == mask and mask.shape == (total, total)
-        ragged = (mask & masks.causal(total)).to_block_mask(block)
-    assert int(ragged.kv_num_blocks.sum()) == 256
+        made = AttnMask.from_mask_mod(mod, total, total)
+        block_mask = made.to_block_mask(block)
+        back = AttnMask.from_block_mask(block_mask)
+    assert made == back == masks.document([0, *ends.tolist()]) and len(made.bands) == 32
+    assert int(block_mask.kv_num_blocks.sum()) < 4 * total // block
 
 
 # --- sets ---
@@ -312,6 +348,8 @@ REFUSALS: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("number", ValueError, "H must be positive, got 0", lambda: AttnMask.from_mask_mod(causal, 4, 4, H=0)),
     ("not boolean", TypeError, "mask_mod must return a boolean tensor, got torch.int64",
      lambda: AttnMask.from_mask_mod(lambda b, h, q, k: q - k, 4, 4)),
+    ("index beside a slice", Exception, "pass B=|vmap over calling .item",  # torch 2.11 does not take it
+     lambda: AttnMask.from_mask_mod(lambda b, h, q, k: WINDOWS[b, :].sum() > k, 4, 4)),
     ("no block mask", TypeError, "block_mask must be a torch BlockMask, got AttnMask",
      lambda: AttnMask.from_block_mask(masks.causal(4))),
     ("no such block", ValueError, r"kv_indices must be in \[0, 2\) for 7 keys in blocks of 4, got 2",

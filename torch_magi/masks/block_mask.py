@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch_magi import _planner
 from torch_magi.masks.constructors import from_block_matrix
 from torch_magi.masks.mask import AttnMask, MaskGrid
-from torch_magi.masks.mask_mod import evaluated_bands, logger, mask_grid, to_mask_mod, used_indices
+from torch_magi.masks.mask_mod import evaluated_bands, logger, mask_grid, to_mask_mod, traced_mask, used_indices
 from torch_magi.masks.ranges import check_positive
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
@@ -118,6 +118,9 @@ def _mask_of_blocks(
     asked = from_block_matrix(partial & ~full, q_block, k_block, sq, sk)
     if not asked.area:
         return whole
+    traced = traced_mask(block_mask.mask_mod, sq, sk, b, h)
+    if traced is not None:
+        return whole | (traced & asked)
     logger.info("mask_mod asked for %d pairs of %d x %d, those in partial blocks", asked.area, sq, sk)
     offsets, intervals = AttnMask.from_dense(partial & ~full).row_intervals()
     rows = np.flatnonzero(np.diff(offsets))

@@ -1,7 +1,8 @@
 """A mask as FlexAttention's `mask_mod(b, h, q_idx, kv_idx)`, and back: exactly, and without an S x S table.
 
-What a mask_mod shows is asked for all pairs, in blocks, as `create_mask` of torch asks. Which way was taken is
-logged, at level INFO, by the logger "torch_magi.masks.mask_mod".
+The pairs of a mask_mod are read from one run on symbols (mask_mod_symbolic.py) where its operations allow it, which
+takes time for what it describes, not for S x S pairs. Else it is asked for all pairs, in blocks, as `create_mask` of
+torch asks. Which way was taken is logged, at level INFO, by the logger "torch_magi.masks.mask_mod".
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_magi import _planner
 from torch_magi.masks.mask import AttnMask, Bands, MaskGrid, MaskMod
+from torch_magi.masks.mask_mod_symbolic import trace_mask_mod
 from torch_magi.masks.ranges import IntArray, check_length, check_positive
 
 # Pairs that are asked for at once: their tables take some 100 MB, and larger ones were slower (8192 x 8192 pairs
@@ -67,6 +69,9 @@ def from_mask_mod(
             )
 
     def make(b: int, h: int) -> AttnMask:
+        traced = traced_mask(mask_mod, *shape, b, h)
+        if traced is not None:
+            return traced
         logger.info("mask_mod asked for all %d x %d pairs", *shape)
         return AttnMask.from_bands(
             evaluated_bands(mask_mod, b, h, whole_range(shape[0]), [whole_range(shape[1])], device), *shape
@@ -140,6 +145,14 @@ def used_indices(mask_mod: MaskMod, device: torch.device) -> frozenset[str]:
 
     create_mask(noted, 1, 1, 1, 1, device)
     return frozenset(seen)
+
+
+def traced_mask(mask_mod: MaskMod, q_len: int, kv_len: int, b: int, h: int) -> AttnMask | None:
+    """Return the pairs of a mask_mod if they can be read from a run on symbols."""
+    mask = trace_mask_mod(mask_mod, q_len, kv_len, b, h)
+    if mask is not None:
+        logger.info("mask_mod read from a run on symbols, %d x %d pairs", q_len, kv_len)
+    return mask
 
 
 def evaluated_bands(
