@@ -459,6 +459,40 @@ std::vector<int64_t> row_areas(const Bands& a, const std::vector<int64_t>& edges
   return out;
 }
 
+namespace {
+
+// The sum of min(x + slope * i, cap) over i in [0, n).
+int64_t capped_sum(int64_t x, int64_t slope, int64_t n, int64_t cap) {
+  if (slope == 0) return n * std::min(x, cap);
+  const int64_t below = std::min(std::max<int64_t>(cap - x, 0), n);
+  return below * x + below * (below - 1) / 2 + (n - below) * cap;
+}
+
+}  // namespace
+
+std::vector<int64_t> block_areas(const Bands& a, const std::vector<int64_t>& q_edges,
+                                 const std::vector<int64_t>& k_edges) {
+  const size_t n_q = q_edges.size() - 1, n_k = k_edges.size() - 1;
+  std::vector<int64_t> out(n_q * n_k, 0);
+  auto block_of = [](const std::vector<int64_t>& edges, int64_t x) {
+    return size_t(std::upper_bound(edges.begin(), edges.end(), x) - edges.begin() - 1);
+  };
+  for (const Piece& p : pieces(a))
+    for (size_t i = block_of(q_edges, p.a); i < n_q && q_edges[i] < p.b; ++i) {
+      const int64_t first = std::max(p.a, q_edges[i]), n = std::min(p.b, q_edges[i + 1]) - first;
+      const int64_t lo = p.lo + p.slo * (first - p.a), hi = p.hi + p.shi * (first - p.a);
+      // The keys below an edge, of all these rows.
+      auto below = [&](int64_t edge) { return capped_sum(hi, p.shi, n, edge) - capped_sum(lo, p.slo, n, edge); };
+      int64_t before = 0;
+      for (size_t j = block_of(k_edges, lo); j < n_k && k_edges[j] < hi + p.shi * (n - 1); ++j) {
+        const int64_t until = below(k_edges[j + 1]);
+        out[i * n_k + j] += until - before;
+        before = until;
+      }
+    }
+  return out;
+}
+
 Ranges key_ranges(const Bands& a, const Ranges& q) {
   Ranges seen;
   for (const Piece& p : pieces(a)) {

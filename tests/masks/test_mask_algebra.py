@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import pickle
-import resource
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -339,26 +336,13 @@ def test_c41_offsets_past_32_bits() -> None:
     assert masks.full(n, n).area == n * n > 2**31
 
 
-@contextlib.contextmanager
-def address_space_limit(extra_bytes: int) -> Iterator[None]:
-    """Make every allocation fail that takes the process `extra_bytes` above what it uses now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + extra_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 def ragged_documents(total: int, count: int = 32) -> np.ndarray:
     """Return cu_seqlens of `count` documents with lengths that all differ."""
     weights = np.cumsum(np.arange(16, 16 + count))
     return np.concatenate([[0], weights * total // weights[-1]])
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_c27_memory_of_a_mask_of_a_million_tokens() -> None:
+def test_c27_memory_of_a_mask_of_a_million_tokens(address_space_limit) -> None:
     total = 1 << 20
     cu = ragged_documents(total)
     masks.document([0, 2, 5]).to_string()
