@@ -422,3 +422,20 @@ def test_the_comparison_notices_a_wrong_operation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(AttnMask, "__or__", without_last_row)
     with pytest.raises((AssertionError, ValueError)):
         test_set_operations(seed)
+
+
+def test_many_intervals_a_row_cost_little() -> None:
+    """Thousands of intervals in every row of a million: what counts is how many bands there are."""
+    n = 1 << 20
+    keys = np.arange(0, n, 512)
+    columns = AttnMask.from_slices(
+        np.tile([0, n], (len(keys), 1)), np.stack([keys, keys + 1], 1), ["full"] * len(keys), n, n
+    )
+    begin = time.perf_counter()
+    rest = masks.causal(n) - columns
+    assert len(rest.bands) <= len(keys) + 1 and rest.area == masks.causal(n).area - int((n - keys).sum())
+    ends = np.arange(0, n, 127)
+    steps = np.stack([np.zeros_like(ends), np.minimum(ends + 1 + ends % 100, n)], 1)
+    stairs = AttnMask.from_slices(np.stack([ends, np.minimum(ends + 127, n)], 1), steps, ["full"] * len(ends), n, n)
+    assert stairs.T.T == stairs
+    assert time.perf_counter() - begin < 10

@@ -118,11 +118,14 @@ def test_memory_is_bounded_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_way_taken_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    block_mask = create_block_mask(MODS["product"], None, None, 20, 30, "cpu", 16)
+    def sines(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.sin(q_idx * kv_idx) > 0
+
+    block_mask = create_block_mask(sines, None, None, 20, 30, "cpu", 16)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="torch_magi.masks.mask_mod"):
         AttnMask.from_mask_mod(causal, 20, 30)
-        AttnMask.from_mask_mod(MODS["product"], 20, 30)
+        AttnMask.from_mask_mod(sines, 20, 30)
         AttnMask.from_block_mask(block_mask)
     assert caplog.messages == [
         "mask_mod read from a run on symbols, 20 x 30 pairs",
