@@ -175,6 +175,19 @@ SMALL = torch.tensor([250, 3, 255, 0, 7, 250, 9, 1], dtype=torch.uint8)
 HALVES = torch.tensor([0.5, 1.5, 1.5, float("nan"), -0.0, 0.0, 9.5, 1e30])
 HUGE = torch.tensor([-(2**63), 2**63 - 1, 0, 5, 2**62, -5, 1, 1])
 POINTS = torch.tensor([2, 5])
+
+
+class Weighted(torch.nn.Module):
+    """A condition with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(8.0))
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.weight[q] >= self.weight[k] + 1
+
+
 PAIRS = torch.tensor([[0, 3], [0, 3], [0, 8], [4, 8], [4, 8], [4, 8], [7, 8], [7, 8]])
 
 
@@ -189,6 +202,9 @@ PAIRS = torch.tensor([[0, 3], [0, 3], [0, 8], [4, 8], [4, 8], [4, 8], [7, 8], [7
         lambda q, k: HUGE[q] <= HUGE[k],
         lambda q, k: HUGE[q] - HUGE[k] <= 0,  # overflows
         lambda q, k: HUGE[q].int() == HUGE[k].int(),
+        lambda q, k: HALVES.bfloat16()[q] + HALVES[k] > 2,
+        lambda q, k: 1 / HALVES[q // 2 * 2] == 1 / HALVES[k],  # inf and -inf
+        lambda q, k: POINTS[torch.where((q < 2) & (k < 5), q, 0)] == 2,  # POINTS[q] alone is out of range
         lambda q, k: q - k <= 2.5,
         lambda q, k: (q - k) / 3 < 1.1,
         lambda q, k: q / 3 >= k / 2,
@@ -209,6 +225,7 @@ PAIRS = torch.tensor([[0, 3], [0, 3], [0, 8], [4, 8], [4, 8], [4, 8], [7, 8], [7
         lambda q, k: 2**70 > q - k,
         lambda q, k: (q >= k) != (k < 3),
         lambda q, k: (1 << (k - k + 2)) > q - k,
+        Weighted(),
     ],
 )
 def test_corners(condition: Callable[[Tensor, Tensor], Tensor]) -> None:

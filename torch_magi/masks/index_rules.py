@@ -55,6 +55,7 @@ MOST_SUMS = 1 << 24  # values that a sum can have, where a function of it is tab
 MOST_CHOICES = 64
 FEW_CELLS, MOST_CELLS = 1 << 12, 1 << 22  # of a grid; of more than a few, each stands for at least CELL pairs
 CELL = 16
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rules:
@@ -159,7 +160,7 @@ class Rules:
         factors = LINEAR.get(name)
         if name in PRODUCTS:
             numbers = [x for x in operands if not isinstance(x, Expression)]
-            if len(numbers) != 1 or len(operands) != 2 or dtype_of(numbers[0]) == torch.float32:
+            if len(numbers) != 1 or len(operands) != 2:
                 return None
             if self.sum_of(numbers[0]) is None:
                 return None
@@ -315,7 +316,7 @@ class Rules:
             if isinstance(total, Sum):
                 values = total.f if index == "q" else total.g
             elif isinstance(total, Column) and total.index == index:
-                values = total.values.numpy()
+                values = total.values.contiguous().view(BITS[total.dtype.itemsize]).numpy()  # NaN, -0.0, bfloat16
             else:
                 continue
             if len(values) == n:
@@ -407,7 +408,10 @@ class Rules:
         found = []
         for combination in product(*(x or [(single, o)] for x, o in zip(cases, operands, strict=True))):
             pairs = both(*(p for p, _ in combination))
-            found.append((pairs, self.apply(name, func, [x for _, x in combination], kwargs)))
+            try:
+                found.append((pairs, self.apply(name, func, [x for _, x in combination], kwargs)))
+            except IndexError as error:  # perhaps of an index that this case does not have
+                raise Beyond from error
         dtypes = {x.dtype for _, x in found}
         if len(dtypes) != 1:
             raise Beyond
