@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 import resource
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import or_masks
 
 from torch_magi import masks
 from torch_magi.masks import index_rules, pair_sets
@@ -175,6 +177,7 @@ SMALL = torch.tensor([250, 3, 255, 0, 7, 250, 9, 1], dtype=torch.uint8)
 HALVES = torch.tensor([0.5, 1.5, 1.5, float("nan"), -0.0, 0.0, 9.5, 1e30])
 HUGE = torch.tensor([-(2**63), 2**63 - 1, 0, 5, 2**62, -5, 1, 1])
 POINTS = torch.tensor([2, 5])
+LAYOUT = torch.tensor([[1, 0], [2, 1]])
 
 
 class Weighted(torch.nn.Module):
@@ -226,6 +229,15 @@ PAIRS = torch.tensor([[0, 3], [0, 3], [0, 8], [4, 8], [4, 8], [4, 8], [7, 8], [7
         lambda q, k: (q >= k) != (k < 3),
         lambda q, k: (1 << (k - k + 2)) > q - k,
         Weighted(),
+        lambda q, k: torch.isin(q, q // 2) | (k < 3),
+        lambda q, k: torch.isin(torch.arange(8), q).any() & (k < 3),
+        lambda q, k: torch.isin(torch.arange(8), q)[3] & (k < 3),
+        lambda q, k: PAIRS.T[torch.tensor([0, 1]), q][1] > k,
+        lambda q, k: torch.eye(8)[torch.arange(8), q].sum() > k,
+        lambda q, k: torch.bucketize(q, POINTS) >= torch.bucketize(k, POINTS, right=True),
+        lambda q, k: q - k < np.int64(3),
+        lambda q, k: LAYOUT[q // 4, k // 4].bool() & (LAYOUT[q // 4, k // 4] + q // 2 > 2),
+        lambda q, k: torch.where(q >= k, LAYOUT[q // 4, k // 4], 0) == 1,
     ],
 )
 def test_corners(condition: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -326,6 +338,21 @@ def test_documents_of_a_million_tokens_are_cheap() -> None:
     assert mask is not None and mask == masks.document(mask_functions.cu_seqlens(1 << 20))
 
 
+def test_many_spans() -> None:
+    """or_masks of hundreds of functions, four conditions each."""
+    n = 1 << 20
+    edges = torch.arange(0, n, n // 200).tolist()
+
+    def span(first: int, last: int) -> Any:
+        return lambda b, h, q, k: (q >= first) & (q < last) & (k >= first) & (k < last)
+
+    begin = time.perf_counter()
+    mask_mod = or_masks(mask_functions.causal_mod, *(span(a + 5, a + 900) for a in edges))
+    expected = masks.bidirectional_spans(masks.causal(n), [[a + 5, min(a + 900, n)] for a in edges if a + 5 < n])
+    assert trace_mask_mod(mask_mod, n, n, 0, 0) == expected
+    assert time.perf_counter() - begin < 20
+
+
 def test_pieces_are_bounded() -> None:
     """Where every pair of runs is a piece of its own the answer is None, and comes soon."""
     n = 1 << 20
@@ -335,6 +362,7 @@ def test_pieces_are_bounded() -> None:
         lambda b, h, q, k: ids[q] == ids[k],
         lambda b, h, q, k: (q - k) % 3 == 0,
         lambda b, h, q, k: (q + k) % 2 == 0,
+        lambda b, h, q, k: functools.reduce(torch.bitwise_xor, [q - k < i for i in range(40)]),
         lambda b, h, q, k: q * 7919 % n >= k * 104729 % n,
     ):
         assert trace_mask_mod(mask_mod, n, n, 0, 0) is None

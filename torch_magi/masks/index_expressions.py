@@ -19,6 +19,7 @@ from functools import reduce
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from torch_magi.masks.pair_sets import (
@@ -131,7 +132,7 @@ CASTS = {
 PRODUCTS = {"mul", "multiply", "rmul"}
 LEAST, GREATEST = {"minimum", "min"}, {"maximum", "max"}
 FILLED = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-SEARCHES = {"searchsorted", "bucketize", "isin"}
+SEARCHES = {"searchsorted": 1, "bucketize": 0, "isin": 0}  # which argument is looked for
 ELEMENTWISE = {
     *COMPARISONS, *LOGIC, *LINEAR, *CASTS, *LEAST, *GREATEST, *FILLED, "to", "abs", "absolute", "sign", "div",
     "divide", "true_divide", "truediv", "rtruediv", "rdiv", "floordiv", "rfloordiv", "floor_divide", "mod", "rmod",
@@ -154,14 +155,14 @@ def expressions(value: Any) -> Iterator[Expression]:
 
 
 def substitute(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with every tensor and expression in them changed."""
+    """Return arguments with every tensor and expression in them changed, and numpy's numbers as Python's."""
     if isinstance(value, (torch.Tensor, Expression)):
         return change(value)
     if type(value) in (list, tuple):
         return type(value)(substitute(x, change) for x in value)
     if type(value) is dict:
         return {key: substitute(x, change) for key, x in value.items()}
-    return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def dtype_of(operand: Any) -> torch.dtype | None:
@@ -192,12 +193,14 @@ def elementwise(name: str, func: Operation, args: Any, kwargs: Any, n: int) -> t
         IndexError: if it reads outside a tensor.
     """
     columns = [x.values for x in expressions((args, kwargs)) if isinstance(x, Column)]
-    plain = lambda x: x.values if isinstance(x, Column) else x  # noqa: E731
     try:
         if name == "getitem" and isinstance(args[0], torch.Tensor):
-            return _gather(args[0], substitute(args[1], plain))
-        if name in SEARCHES and all(x.dim() == 1 for x in columns):
-            return _tensor(func(*substitute(args, plain), **substitute(kwargs, plain)), n)
+            return _gather(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
+        if name in SEARCHES and len(columns) == 1 and len(args) == 2 and columns[0].dim() == 1:
+            searched = args[SEARCHES[name]]
+            if not isinstance(searched, Column):
+                raise Beyond
+            return _tensor(func(*substitute(args, lambda x: x.values if x is searched else x), **kwargs), n)
         if name not in ELEMENTWISE:
             raise Beyond
         shapes: list[torch.Size] = []
@@ -207,8 +210,11 @@ def elementwise(name: str, func: Operation, args: Any, kwargs: Any, n: int) -> t
 
         def call(*values: torch.Tensor) -> Any:
             rest = iter(values)
-            replace = lambda x: next(rest) if isinstance(x, Column) else x  # noqa: E731
-            return func(*substitute(args, replace), **substitute(kwargs, replace))
+
+            def value(x: Any) -> Any:
+                return next(rest) if isinstance(x, Column) else x
+
+            return func(*substitute(args, value), **substitute(kwargs, value))
 
         return _tensor(torch.vmap(call)(*columns), n)
     except RuntimeError as error:
@@ -221,11 +227,15 @@ def _tensor(found: Any, n: int) -> torch.Tensor:
     return found.cpu()
 
 
-def _gather(table: torch.Tensor, index: Any) -> torch.Tensor:
-    """Return table[index] where tensors of one dimension in the index stand for many calls."""
-    indices = index if isinstance(index, tuple) else (index,)
-    for i in indices:
-        integer = isinstance(i, torch.Tensor) and i.dim() <= 1 and i.dtype in (torch.int32, torch.int64)
-        if not integer and (isinstance(i, bool) or not isinstance(i, int)):
+def _gather(table: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
+    """Return table[index] [n, ...], where a column in the index stands for n calls."""
+    indices = []
+    for i in index:
+        if isinstance(i, Column) and i.values.dim() == 1:
+            i = i.values
+        elif not ((isinstance(i, torch.Tensor) and i.dim() == 0) or type(i) is int):
             raise Beyond
-    return table[indices]
+        if isinstance(i, torch.Tensor) and i.dtype not in (torch.int32, torch.int64):
+            raise Beyond
+        indices.append(i)
+    return table[tuple(indices)]

@@ -70,8 +70,8 @@ class Rules:
         if isinstance(found, Truth):
             return found.pairs
         if isinstance(found, Column) and found.dtype == torch.bool and found.values.dim() == 1:
-            chosen = found.values.numpy()
-            return Rows(chosen) if found.index == "q" else Keys(chosen)
+            ranges = true_ranges(found.values.numpy())
+            return Rows(ranges) if found.index == "q" else Keys(ranges)
         if dtype_of(found) == torch.bool and not isinstance(found, Expression):
             if not isinstance(found, torch.Tensor) or found.dim() == 0:
                 return Intersection(()) if found else Union(())
@@ -298,7 +298,9 @@ class Rules:
         values = elementwise(name, func, substitute(operands, cells), kwargs, len(q) * len(k))
         if values.dim() != 1:
             raise Beyond
-        values = values.reshape(len(q), len(k))
+        return self._table(q_edges, k_edges, values.reshape(len(q), len(k)))
+
+    def _table(self, q_edges: IntArray, k_edges: IntArray, values: torch.Tensor) -> Expression:
         if values.dtype == torch.bool:
             return Truth(Table(q_edges, k_edges, values.contiguous().numpy()))
         return Grid(q_edges, k_edges, values)
@@ -333,6 +335,8 @@ class Rules:
             return Column(operand.index, operand.values.to(dtype))
         if isinstance(operand, torch.Tensor):
             return operand.to(dtype)
+        if isinstance(operand, Grid):
+            return self._table(operand.q_edges, operand.k_edges, operand.values.to(dtype))
         if isinstance(operand, Truth):
             cases = self._cases(operand) or []
             return self._choose(cases, dtype)

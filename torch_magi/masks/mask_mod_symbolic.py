@@ -90,7 +90,7 @@ class _Symbol(torch.Tensor):
         recorder = next(_symbols((args, kwargs))).recorder
         try:
             return recorder.call(func, args, kwargs or {})
-        except Beyond:
+        except (Beyond, TooManyPieces):
             recorder.beyond = True
             raise
 

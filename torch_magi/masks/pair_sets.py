@@ -19,7 +19,8 @@ from torch_magi.masks.ranges import IntArray
 
 MOST_PIECES = 1 << 20  # rectangles and bands of one condition, before they are joined
 MOST_JOINED = 1 << 18  # equal runs that are paired without looking at where the rest of the tree is true
-MOST_WORK = 1 << 26
+MOST_WORK = 1 << 26  # of one combination of bands, see _combine; about 3 s
+MOST_CONDITIONS = 1 << 12
 FAR = 1 << 62  # an open end of an interval
 LARGEST = 1 << 59  # of |f| and |g|
 
@@ -70,8 +71,16 @@ def runs_of(values: IntArray) -> Runs:
 
 def true_ranges(values: BoolArray) -> IntArray:
     """Return the ranges [n, 2] in which booleans are true."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], values, [False]]).astype(np.int8)))
-    return edges.reshape(-1, 2).astype(np.int64)
+    padded = np.zeros(len(values) + 2, bool)
+    padded[1:-1] = values
+    return np.flatnonzero(padded[1:] != padded[:-1]).astype(np.int64).reshape(-1, 2)
+
+
+def gaps(ranges: IntArray) -> IntArray:
+    """Return what lies between ranges [n, 2], which are sorted and apart, and before and behind them."""
+    ends = np.concatenate([[-FAR], ranges.ravel(), [FAR]]).reshape(-1, 2)
+    found: IntArray = ends[ends[:, 0] < ends[:, 1]]
+    return found
 
 
 # --- the tree ---
@@ -79,22 +88,22 @@ def true_ranges(values: BoolArray) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The pairs of some queries: bool [sq]."""
+    """The pairs of some queries: int64 [n, 2], ranges of them, sorted and apart."""
 
-    chosen: BoolArray
+    ranges: IntArray
 
     def complement(self) -> Rows:
-        return Rows(~self.chosen)
+        return Rows(gaps(self.ranges))
 
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """The pairs of some keys: bool [sk]."""
+    """The pairs of some keys: int64 [n, 2], ranges of them, sorted and apart."""
 
-    chosen: BoolArray
+    ranges: IntArray
 
     def complement(self) -> Keys:
-        return Keys(~self.chosen)
+        return Keys(gaps(self.ranges))
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +130,7 @@ class Within:
         return len(self.intervals) == 1 and self.intervals[0, 1] == self.intervals[0, 0] + 1
 
     def complement(self) -> Within:
-        ends = np.concatenate([[-FAR], self.intervals.ravel(), [FAR]]).reshape(-1, 2)
-        return Within(self.f, self.g, ends[ends[:, 0] < ends[:, 1]])
+        return Within(self.f, self.g, gaps(self.intervals))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +151,10 @@ class Intersection:
 
     parts: tuple[PairSet, ...]
 
+    @cached_property
+    def size(self) -> int:
+        return _size(self.parts)
+
     def complement(self) -> Union:
         return Union(tuple(part.complement() for part in self.parts))
 
@@ -153,6 +165,10 @@ class Union:
 
     parts: tuple[PairSet, ...]
 
+    @cached_property
+    def size(self) -> int:
+        return _size(self.parts)
+
     def complement(self) -> Intersection:
         return Intersection(tuple(part.complement() for part in self.parts))
 
@@ -162,14 +178,25 @@ PairSet = Rows | Keys | Within | Table | Intersection | Union
 
 def both(*parts: PairSet) -> PairSet:
     """Return the intersection, without nesting."""
-    flat = [p for part in parts for p in (part.parts if isinstance(part, Intersection) else (part,))]
-    return flat[0] if len(flat) == 1 else Intersection(tuple(flat))
+    flat = tuple(p for part in parts for p in (part.parts if isinstance(part, Intersection) else (part,)))
+    return flat[0] if len(flat) == 1 else _checked(Intersection(flat))
 
 
 def either(*parts: PairSet) -> PairSet:
     """Return the union, without nesting."""
-    flat = [p for part in parts for p in (part.parts if isinstance(part, Union) else (part,))]
-    return flat[0] if len(flat) == 1 else Union(tuple(flat))
+    flat = tuple(p for part in parts for p in (part.parts if isinstance(part, Union) else (part,)))
+    return flat[0] if len(flat) == 1 else _checked(Union(flat))
+
+
+def _size(parts: tuple[PairSet, ...]) -> int:
+    """Return the number of conditions in sets; one that is used twice counts twice."""
+    return sum(part.size if isinstance(part, (Intersection, Union)) else 1 for part in parts)
+
+
+def _checked(pairs: Intersection | Union) -> PairSet:
+    if pairs.size > MOST_CONDITIONS:
+        raise TooManyPieces
+    return pairs
 
 
 # --- its bands ---
@@ -212,17 +239,16 @@ def _evaluate(pairs: PairSet, region: Bands) -> Bands:
         return region
     if isinstance(pairs, Union):
         return _joined([_evaluate(part, region) for part in pairs.parts])
-    if isinstance(pairs, Rows):
-        ranges = true_ranges(pairs.chosen)
-        found = _rectangles(ranges[:, 0], ranges[:, 1], 0, region[:, 3].max())
-    elif isinstance(pairs, Keys):
-        ranges = true_ranges(pairs.chosen)
-        found = _rectangles(0, region[:, 1].max(), ranges[:, 0], ranges[:, 1])
+    if isinstance(pairs, (Rows, Keys)):
+        rows, keys = int(region[:, 1].max()), int(region[:, 3].max())
+        begin, end = np.clip(pairs.ranges, 0, rows if isinstance(pairs, Rows) else keys).T
+        found = _rectangles(begin, end, 0, keys) if isinstance(pairs, Rows) else _rectangles(0, rows, begin, end)
+        found = found[begin < end]
     elif isinstance(pairs, Table):
-        offsets, keys = _planner.row_intervals(_planner.from_dense(pairs.visible), 0, len(pairs.visible))
-        rows = np.repeat(np.arange(len(pairs.visible)), np.diff(offsets))
+        offsets, seen = _planner.row_intervals(_planner.from_dense(pairs.visible), 0, len(pairs.visible))
+        row = np.repeat(np.arange(len(pairs.visible)), np.diff(offsets))
         q, k = pairs.q_edges, pairs.k_edges
-        found = _rectangles(q[rows], q[rows + 1], k[keys[:, 0]], k[keys[:, 1]])
+        found = _rectangles(q[row], q[row + 1], k[seen[:, 0]], k[seen[:, 1]])
     else:
         opposite = pairs.complement()
         if opposite.is_point:
