@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -88,10 +89,35 @@ def plan_of(mask: AttnMask, world: int, **config: Any) -> magi.AttnPlan:
     return magi.make_attn_plan(mask, *HEADS, cp_size=world, config=PlanConfig(**config))
 
 
+def many_intervals() -> list[Figure]:
+    """Set operations on masks of a million tokens whose rows have thousands of intervals, or whose steps all differ."""
+    rng = np.random.default_rng(0)
+    blocks = rng.random((4096, 4096)) < 0.05
+    keys = np.arange(0, MILLION, 256)
+    whole = np.tile([0, MILLION], (len(keys), 1))
+    columns = AttnMask.from_slices(whole, np.stack([keys, keys + 1], 1), np.zeros_like(keys), MILLION, MILLION)
+    ends = np.unique(np.append(rng.integers(1, MILLION, 10000), [0, MILLION]))
+    rows, seen = np.stack([ends[:-1], ends[1:]], 1), np.stack([0 * ends[1:], ends[1:]], 1)
+    stairs = AttnMask.from_slices(rows, seen, np.zeros(len(rows), np.int64), MILLION, MILLION)
+    causal = masks.causal(MILLION)
+    size = MILLION // len(blocks)
+    cases: dict[str, Callable[[], AttnMask]] = {
+        "4096 x 4096 blocks, 5 % of them": lambda: masks.from_block_matrix(blocks, size, size, MILLION, MILLION),
+        "causal - 4096 columns": lambda: causal - columns,
+        "transposed staircase of 10000 different steps": lambda: stairs.T,
+        "staircase of 8192 equal steps": lambda: masks.chunk_causal(MILLION, MILLION, 128),
+    }
+    return [
+        Figure(f"{label}, {len(make().bands)} bands, 1M tokens", 1e3 * seconds(make, 1), "ms")
+        for label, make in cases.items()
+    ]
+
+
 def functions() -> list[Figure]:
     """Masks made of functions for FlexAttention, beside its own tables of blocks, each in a process of its own."""
     made = """
-import resource, time
+import re, time
+from pathlib import Path
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from torch_magi.masks.mask_mod_symbolic import trace_mask_mod
@@ -103,9 +129,11 @@ def mask_mod(b, h, q, k):
 def make(n):
     return FUNCTION
 make(256)
-before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+before, begin = peak(), time.perf_counter()
 make(TOKENS)
-print(time.perf_counter() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(time.perf_counter() - begin, peak() - before)
 """
     figures = []
     for name, tokens, function, targets in (
@@ -184,7 +212,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     figures = []
-    for group in (tile_plans, functions, distributed_plans, cpu_attention):
+    for group in (tile_plans, many_intervals, functions, distributed_plans, cpu_attention):
         if group is cpu_attention:
             torch.set_num_threads(threads)
         for figure in group():
