@@ -12,12 +12,14 @@ import argparse
 import json
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -87,6 +89,65 @@ def plan_of(mask: AttnMask, world: int, **config: Any) -> magi.AttnPlan:
     return magi.make_attn_plan(mask, *HEADS, cp_size=world, config=PlanConfig(**config))
 
 
+def many_intervals() -> list[Figure]:
+    """Set operations on masks of a million tokens whose rows have thousands of intervals, or whose steps all differ."""
+    rng = np.random.default_rng(0)
+    blocks = rng.random((4096, 4096)) < 0.05
+    keys = np.arange(0, MILLION, 256)
+    whole = np.tile([0, MILLION], (len(keys), 1))
+    columns = AttnMask.from_slices(whole, np.stack([keys, keys + 1], 1), np.zeros_like(keys), MILLION, MILLION)
+    ends = np.unique(np.append(rng.integers(1, MILLION, 10000), [0, MILLION]))
+    rows, seen = np.stack([ends[:-1], ends[1:]], 1), np.stack([0 * ends[1:], ends[1:]], 1)
+    stairs = AttnMask.from_slices(rows, seen, np.zeros(len(rows), np.int64), MILLION, MILLION)
+    causal = masks.causal(MILLION)
+    size = MILLION // len(blocks)
+    cases: dict[str, Callable[[], AttnMask]] = {
+        "4096 x 4096 blocks, 5 % of them": lambda: masks.from_block_matrix(blocks, size, size, MILLION, MILLION),
+        "causal - 4096 columns": lambda: causal - columns,
+        "transposed staircase of 10000 different steps": lambda: stairs.T,
+        "staircase of 8192 equal steps": lambda: masks.chunk_causal(MILLION, MILLION, 128),
+    }
+    return [
+        Figure(f"{label}, {len(make().bands)} bands, 1M tokens", 1e3 * seconds(make, 1), "ms")
+        for label, make in cases.items()
+    ]
+
+
+def functions() -> list[Figure]:
+    """Masks made of functions for FlexAttention, beside its own tables of blocks, each in a process of its own."""
+    made = """
+import re, time
+from pathlib import Path
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch_magi.masks.mask_mod_symbolic import trace_mask_mod
+lengths = torch.full((829,), TOKENS // 829)
+lengths[-1] += TOKENS - int(lengths.sum())
+ids = torch.repeat_interleave(torch.arange(829), lengths)
+def mask_mod(b, h, q, k):
+    return (ids[q] == ids[k]) & (q >= k)
+def make(n):
+    return FUNCTION
+make(256)
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+before, begin = peak(), time.perf_counter()
+make(TOKENS)
+print(time.perf_counter() - begin, peak() - before)
+"""
+    figures = []
+    for name, tokens, function, targets in (
+        ("bands of a mask_mod", MILLION, "trace_mask_mod(mask_mod, n, n, 0, 0)", (2.0, 1024.0)),
+        ("create_block_mask", 1 << 15, "create_block_mask(mask_mod, None, None, n, n, device='cpu')", (None, None)),
+    ):
+        code = made.replace("TOKENS", str(tokens)).replace("FUNCTION", function)
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        label = f"{name}, {tokens >> 10}k tokens, 829 causal documents"
+        for value, unit, target in zip(map(float, run.stdout.split()), ("s", "MiB"), targets, strict=True):
+            figures.append(Figure(label, value, unit, target))
+    return figures
+
+
 def distributed_plans() -> list[Figure]:
     """Time, balance and traffic of plans for many ranks."""
     varlen = YARDSTICK_MASKS["varlen_causal"](MILLION)
@@ -151,7 +212,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     figures = []
-    for group in (tile_plans, distributed_plans, cpu_attention):
+    for group in (tile_plans, many_intervals, functions, distributed_plans, cpu_attention):
         if group is cpu_attention:
             torch.set_num_threads(threads)
         for figure in group():

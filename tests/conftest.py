@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import resource
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,3 +59,23 @@ def _poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=before_warns)
+
+
+@pytest.fixture
+def address_space_limit() -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """Return a context in which every allocation fails that takes the process some bytes above what it uses now."""
+    usage = Path("/proc/self/statm")
+    if not usage.exists():
+        pytest.skip("needs Linux")
+
+    @contextlib.contextmanager
+    def limit(extra_bytes: int) -> Iterator[None]:
+        pages = int(usage.read_text().split()[0])
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + extra_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    return limit

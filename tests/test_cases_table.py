@@ -15,6 +15,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 ATTENTION = "attention/test_flex_flash_attn.py"
+FLEX = "attention/test_flex_attention.py"
 CONTEXT = "attention/test_context_parallel.py"
 COMPILE = "attention/test_compile.py"
 OVERLAP = "attention/test_overlap.py"
@@ -22,6 +23,7 @@ CAST = "comm/test_group_cast.py"
 DISPATCH = "plan/test_dispatch.py"
 PLAN = "plan/test_attn_plan.py"
 CONSTRUCTORS = "masks/test_constructors.py"
+MASK_MOD = "masks/test_mask_mod.py"
 ALGEBRA = "masks/test_mask_algebra.py"
 OPS = "ops/test_flex_attn_ops.py"
 MERGE = "ops/test_merge_state.py"
@@ -63,7 +65,10 @@ CASES: dict[str, tuple[str, ...]] = {
         f"{ATTENTION}::test_c14_and_empty_inputs",
         f"{CONSTRUCTORS}::test_c14_repeated_tail_of_cu_seqlens",
     ),
-    "C15": (f"{ATTENTION}::test_c15_mask_larger_than_the_tensors",),
+    "C15": (
+        f"{ATTENTION}::test_c15_mask_larger_than_the_tensors",
+        f"{FLEX}::test_c15_mask_of_other_lengths",
+    ),
     "C16": (
         f"{CONTEXT}::test_c16_full_mask_head_tail",
         f"{DISPATCH}::test_c16_full_mask_head_tail",
@@ -80,17 +85,23 @@ CASES: dict[str, tuple[str, ...]] = {
     "C22": (
         f"{ATTENTION}::test_c22_staircase",
         f"{ALGEBRA}::test_c22_staircases_are_one_band",
+        f"{MASK_MOD}::test_c22_a_staircase_stays_one_band",
     ),
-    "C23": (f"{ATTENTION}::test_c23_no_mask_function",),
+    "C23": (
+        f"{ATTENTION}::test_c23_no_mask_function",
+        f"{MASK_MOD}::test_c23_blocks_without_a_function",
+    ),
     "C25": (f"{CONTEXT}::test_c25_a_changed_token_changes_only_what_sees_it",),
     "C26": (
         f"{CONSTRUCTORS}::test_c26_later_changes_of_the_arguments_do_not_show",
         f"{CONSTRUCTORS}::test_c26_a_dense_mask_is_copied",
+        f"{MASK_MOD}::test_c26_later_changes_of_captured_tensors_do_not_show",
         f"{PLAN}::test_c26_later_changes_of_the_arguments_do_not_show",
     ),
     "C27": (
         f"{ALGEBRA}::test_c27_memory_of_a_mask_of_a_million_tokens",
         f"{ALGEBRA}::test_c27_size_and_time_do_not_depend_on_the_length",
+        f"{MASK_MOD}::test_c27_masks_of_a_million_tokens",
     ),
     "C28": (f"{CONTEXT}::test_c28_stale_keys_in_backward",),
     "C29": (f"{CONTEXT}::test_c29_the_error_does_not_grow_with_the_ranks",),
@@ -132,6 +143,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "C41": (
         f"{ATTENTION}::test_c41_offsets_beyond_32_bits",
         f"{ALGEBRA}::test_c41_offsets_past_32_bits",
+        f"{MASK_MOD}::test_c41_indices_beyond_32_bits",
     ),
     "C43": (f"{DISPATCH}::test_c43_two_documents",),
     "C45": (f"{COMPILE}::test_c45_c46_varying_lengths",),

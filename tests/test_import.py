@@ -49,6 +49,7 @@ def test_public_names() -> None:
         "context_parallel_attn",
         "cp_mean_loss",
         "dispatch",
+        "flex_attention",
         "flex_flash_attn",
         "group_cast",
         "group_reduce",

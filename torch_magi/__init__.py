@@ -16,6 +16,7 @@ from torch_magi.attention import (  # noqa: E402
     AuxRequest,
     KernelOptions,
     context_parallel_attn,
+    flex_attention,
     flex_flash_attn,
 )
 from torch_magi.comm import (  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "context_parallel_attn",
     "cp_mean_loss",
     "dispatch",
+    "flex_attention",
     "flex_flash_attn",
     "group_cast",
     "group_reduce",

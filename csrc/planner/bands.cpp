@@ -53,21 +53,23 @@ class Chains {
  public:
   void add(const Segment& s) {
     if (!open_.empty() && open_.front().b != s.a) flush();
-    std::vector<Open> next;
-    next.reserve(s.iv.size());
+    size_t i = 0;  // most intervals go on as they were
+    while (i < s.iv.size() && i < open_.size() && open_[i].lo >= s.iv[i].lo - 1 && extend(open_[i], s.iv[i], s.b)) ++i;
+    rest_.assign(open_.begin() + i, open_.end());
+    open_.resize(i);
     size_t j = 0;
-    for (const Interval& iv : s.iv) {
-      while (j < open_.size() && open_[j].lo < iv.lo - 1) close(open_[j++]);
-      if (j < open_.size() && extend(open_[j], iv, s.b)) {
-        next.push_back(open_[j++]);
+    for (; i < s.iv.size(); ++i) {
+      const Interval& iv = s.iv[i];
+      while (j < rest_.size() && rest_[j].lo < iv.lo - 1) close(rest_[j++]);
+      if (j < rest_.size() && extend(rest_[j], iv, s.b)) {
+        open_.push_back(rest_[j++]);
       } else {
         const int64_t n = s.b - s.a - 1;
-        next.push_back({s.a, s.b, iv.lo, iv.hi, iv.lo + iv.slo * n, iv.hi + iv.shi * n, n > 0 && iv.slo == 1,
-                        n > 0 && iv.shi == 1, n > 0 && iv.shi == 0});
+        open_.push_back({s.a, s.b, iv.lo, iv.hi, iv.lo + iv.slo * n, iv.hi + iv.shi * n, n > 0 && iv.slo == 1,
+                         n > 0 && iv.shi == 1, n > 0 && iv.shi == 0});
       }
     }
-    while (j < open_.size()) close(open_[j++]);
-    open_ = std::move(next);
+    while (j < rest_.size()) close(rest_[j++]);
   }
 
   Bands finish() {
@@ -108,7 +110,7 @@ class Chains {
     open_.clear();
   }
 
-  std::vector<Open> open_;
+  std::vector<Open> open_, rest_;
   Bands out_;
 };
 
@@ -231,9 +233,22 @@ Bands join_stairs(const Bands& bands) {
 
 // One end of an active interval in the current row.
 struct End {
-  int64_t at, slope;
-  int change_a, change_b;  // +1 where an interval of that operand starts, -1 behind its last key
+  int64_t at, slope, until;  // it lives in the rows before `until`
+  int change_a, change_b;    // +1 where an interval of that operand starts, -1 behind its last key
+
+  bool operator<(const End& o) const { return at != o.at ? at < o.at : slope < o.slope; }
 };
+
+// Orders ends that are sorted but for the slopes of those at the same key.
+void settle(std::vector<End>& ends) {
+  for (size_t i = 0; i < ends.size();) {
+    size_t j = i + 1;
+    bool sorted = true;
+    for (; j < ends.size() && ends[j].at == ends[i].at; ++j) sorted = sorted && ends[j - 1].slope <= ends[j].slope;
+    if (!sorted) std::partition(ends.begin() + i, ends.begin() + j, [](const End& e) { return e.slope == 0; });
+    i = j;
+  }
+}
 
 bool holds(SetOp op, int a, int b) {
   if (op == SetOp::kOr) return a > 0 || b > 0;
@@ -241,11 +256,9 @@ bool holds(SetOp op, int a, int b) {
   return a > 0 && b == 0;
 }
 
-// Applies `op` to the rows [row, end) in which exactly the intervals of `ends` live.
+// Applies `op` to the rows [row, end) in which exactly the intervals of `ends`, which are sorted, live.
 void sweep_rows(std::vector<End>& ends, int64_t row, int64_t end, SetOp op, Runs& out) {
   while (row < end) {
-    std::sort(ends.begin(), ends.end(),
-              [](const End& x, const End& y) { return x.at != y.at ? x.at < y.at : x.slope < y.slope; });
     int64_t stop = end;  // the order of the ends is constant in [row, stop)
     for (size_t i = 0; i + 1 < ends.size(); ++i) {
       const int64_t gap = ends[i + 1].at - ends[i].at;
@@ -253,6 +266,7 @@ void sweep_rows(std::vector<End>& ends, int64_t row, int64_t end, SetOp op, Runs
       if (gap > 0 && ends[i].slope > ends[i + 1].slope) stop = std::min(stop, row + gap);
     }
     Segment s{row, stop, {}};
+    s.iv.reserve(ends.size() / 2);
     int a = 0, b = 0;
     bool inside = false;
     Interval iv{};
@@ -271,6 +285,7 @@ void sweep_rows(std::vector<End>& ends, int64_t row, int64_t end, SetOp op, Runs
     }
     out.add(std::move(s));
     for (End& e : ends) e.at += e.slope * (stop - row);
+    settle(ends);
     row = stop;
   }
 }
@@ -305,21 +320,20 @@ Bands combine(const Bands& a, const Bands& b, SetOp op) {
 
   Chains chains;
   Runs runs(chains);
-  std::vector<size_t> active;
   std::vector<End> ends;
   size_t next = 0;
   for (size_t e = 0; e + 1 < events.size(); ++e) {
     const int64_t row = events[e], end = events[e + 1];
-    active.erase(std::remove_if(active.begin(), active.end(), [&](size_t i) { return all[i].piece.b <= row; }),
-                 active.end());
-    while (next < all.size() && all[next].piece.a == row) active.push_back(next++);
-    ends.clear();
-    for (size_t i : active) {
-      const Piece& p = all[i].piece;
-      const int x = !all[i].second, y = all[i].second;
-      ends.push_back({p.lo + p.slo * (row - p.a), p.slo, x, y});
-      ends.push_back({p.hi + p.shi * (row - p.a), p.shi, -x, -y});
+    ends.erase(std::remove_if(ends.begin(), ends.end(), [&](const End& x) { return x.until <= row; }), ends.end());
+    const auto before = ends.size();
+    for (; next < all.size() && all[next].piece.a == row; ++next) {
+      const Piece& p = all[next].piece;
+      const int x = !all[next].second, y = all[next].second;
+      ends.push_back({p.lo, p.slo, p.b, x, y});
+      ends.push_back({p.hi, p.shi, p.b, -x, -y});
     }
+    std::sort(ends.begin() + before, ends.end());
+    std::inplace_merge(ends.begin(), ends.begin() + before, ends.end());
     sweep_rows(ends, row, end, op, runs);
   }
   return finish(runs, chains);
@@ -442,6 +456,40 @@ std::vector<int64_t> row_areas(const Bands& a, const std::vector<int64_t>& edges
       if (lo < hi) out[i] += piece_area(p, lo, hi);
     }
   }
+  return out;
+}
+
+namespace {
+
+// The sum of min(x + slope * i, cap) over i in [0, n).
+int64_t capped_sum(int64_t x, int64_t slope, int64_t n, int64_t cap) {
+  if (slope == 0) return n * std::min(x, cap);
+  const int64_t below = std::min(std::max<int64_t>(cap - x, 0), n);
+  return below * x + below * (below - 1) / 2 + (n - below) * cap;
+}
+
+}  // namespace
+
+std::vector<int64_t> block_areas(const Bands& a, const std::vector<int64_t>& q_edges,
+                                 const std::vector<int64_t>& k_edges) {
+  const size_t n_q = q_edges.size() - 1, n_k = k_edges.size() - 1;
+  std::vector<int64_t> out(n_q * n_k, 0);
+  auto block_of = [](const std::vector<int64_t>& edges, int64_t x) {
+    return size_t(std::upper_bound(edges.begin(), edges.end(), x) - edges.begin() - 1);
+  };
+  for (const Piece& p : pieces(a))
+    for (size_t i = block_of(q_edges, p.a); i < n_q && q_edges[i] < p.b; ++i) {
+      const int64_t first = std::max(p.a, q_edges[i]), n = std::min(p.b, q_edges[i + 1]) - first;
+      const int64_t lo = p.lo + p.slo * (first - p.a), hi = p.hi + p.shi * (first - p.a);
+      // The keys below an edge, of all these rows.
+      auto below = [&](int64_t edge) { return capped_sum(hi, p.shi, n, edge) - capped_sum(lo, p.slo, n, edge); };
+      int64_t before = 0;
+      for (size_t j = block_of(k_edges, lo); j < n_k && k_edges[j] < hi + p.shi * (n - 1); ++j) {
+        const int64_t until = below(k_edges[j + 1]);
+        out[i * n_k + j] += until - before;
+        before = until;
+      }
+    }
   return out;
 }
 

@@ -93,6 +93,12 @@ py::tuple row_intervals(const Int64Array& bands, int64_t q0, int64_t q1) {
   return py::make_tuple(flat(indptr), rows<int64_t>(intervals));
 }
 
+py::array_t<int64_t> block_area_matrix(const Int64Array& bands, const Int64Array& q_edges, const Int64Array& k_edges) {
+  if (!q_edges.size() || !k_edges.size()) throw std::invalid_argument("q_edges and k_edges must begin with 0");
+  const auto areas = block_areas(bands_of(bands), ints_of(q_edges), ints_of(k_edges));
+  return flat(areas).reshape({q_edges.size() - 1, k_edges.size() - 1});
+}
+
 Int64Array from_dense_array(const py::array_t<bool, py::array::c_style | py::array::forcecast>& mask) {
   if (mask.ndim() != 2) throw std::invalid_argument("the mask must be a matrix");
   return rows<int64_t>(from_dense(reinterpret_cast<const uint8_t*>(mask.data()), mask.shape(0), mask.shape(1)));
@@ -157,6 +163,7 @@ PYBIND11_MODULE(_planner, m) {
       "row_areas",
       [](const Int64Array& a, const Int64Array& edges) { return flat(row_areas(bands_of(a), ints_of(edges))); },
       py::arg("bands"), py::arg("edges"));
+  m.def("block_areas", &block_area_matrix, py::arg("bands"), py::arg("q_edges"), py::arg("k_edges"));
   m.def("row_intervals", &row_intervals, py::arg("bands"), py::arg("q0"), py::arg("q1"));
   m.def("from_dense", &from_dense_array, py::arg("mask"));
   m.def(

@@ -49,6 +49,9 @@ Bands remap(const Bands& a, const Ranges& q, const Ranges& k, const std::vector<
 std::vector<Piece> pieces(const Bands& a);                                          // sorted by first row
 int64_t area(const Bands& a);                                                       // of disjoint bands
 std::vector<int64_t> row_areas(const Bands& a, const std::vector<int64_t>& edges);  // per [edge, next edge)
+// The pairs of each rectangle of a grid, row-major; the edges are sorted and cover the bands.
+std::vector<int64_t> block_areas(const Bands& a, const std::vector<int64_t>& q_edges,
+                                 const std::vector<int64_t>& k_edges);
 Ranges key_ranges(const Bands& a, const Ranges& q);  // keys seen by rows of `q` (sorted, disjoint)
 
 // --- tiles.cpp: work lists of a kernel --------------------------------------------------------------------

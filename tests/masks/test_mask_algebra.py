@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import pickle
-import resource
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -339,26 +336,13 @@ def test_c41_offsets_past_32_bits() -> None:
     assert masks.full(n, n).area == n * n > 2**31
 
 
-@contextlib.contextmanager
-def address_space_limit(extra_bytes: int) -> Iterator[None]:
-    """Make every allocation fail that takes the process `extra_bytes` above what it uses now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + extra_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 def ragged_documents(total: int, count: int = 32) -> np.ndarray:
     """Return cu_seqlens of `count` documents with lengths that all differ."""
     weights = np.cumsum(np.arange(16, 16 + count))
     return np.concatenate([[0], weights * total // weights[-1]])
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_c27_memory_of_a_mask_of_a_million_tokens() -> None:
+def test_c27_memory_of_a_mask_of_a_million_tokens(address_space_limit) -> None:
     total = 1 << 20
     cu = ragged_documents(total)
     masks.document([0, 2, 5]).to_string()
@@ -438,3 +422,20 @@ def test_the_comparison_notices_a_wrong_operation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(AttnMask, "__or__", without_last_row)
     with pytest.raises((AssertionError, ValueError)):
         test_set_operations(seed)
+
+
+def test_many_intervals_a_row_cost_little() -> None:
+    """Thousands of intervals in every row of a million: what counts is how many bands there are."""
+    n = 1 << 20
+    keys = np.arange(0, n, 512)
+    columns = AttnMask.from_slices(
+        np.tile([0, n], (len(keys), 1)), np.stack([keys, keys + 1], 1), ["full"] * len(keys), n, n
+    )
+    begin = time.perf_counter()
+    rest = masks.causal(n) - columns
+    assert len(rest.bands) <= len(keys) + 1 and rest.area == masks.causal(n).area - int((n - keys).sum())
+    ends = np.arange(0, n, 127)
+    steps = np.stack([np.zeros_like(ends), np.minimum(ends + 1 + ends % 100, n)], 1)
+    stairs = AttnMask.from_slices(np.stack([ends, np.minimum(ends + 127, n)], 1), steps, ["full"] * len(ends), n, n)
+    assert stairs.T.T == stairs
+    assert time.perf_counter() - begin < 10

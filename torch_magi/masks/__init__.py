@@ -1,6 +1,7 @@
 """What is attended: a mask is a set of visible (q, k) pairs. Integers only."""
 
 from torch_magi.masks.constructors import (
+    and_masks,
     bidirectional_spans,
     block_causal,
     causal,
@@ -10,6 +11,7 @@ from torch_magi.masks.constructors import (
     from_document_ids,
     from_position_ids,
     full,
+    or_masks,
     prefix_lm,
     shared_prefix,
     sliding_block,
@@ -22,6 +24,7 @@ from torch_magi.masks.mask_type import MaskType
 __all__ = [
     "AttnMask",
     "MaskType",
+    "and_masks",
     "bidirectional_spans",
     "block_causal",
     "causal",
@@ -31,6 +34,7 @@ __all__ = [
     "from_document_ids",
     "from_position_ids",
     "full",
+    "or_masks",
     "prefix_lm",
     "shared_prefix",
     "sliding_block",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -20,13 +20,15 @@ from torch_magi.masks.ranges import Integers, check_length, range_array
 INF: int = _planner.INF
 MAX_LENGTH = 1 << 31  # areas fit in 64 bits
 Bands = np.ndarray[Any, np.dtype[np.int64]]
+MaskMod = Callable[..., torch.Tensor]
+MaskGrid = tuple[tuple["AttnMask", ...], ...]
 
 
 class AttnMask:
     """A set of visible (q, k) pairs of `shape[0]` queries and `shape[1]` keys.
 
     Make one with a constructor of `torch_magi.masks`, `from_slices` or `from_dense`. Masks combine as sets:
-    `a & b`, `a | b`, `a - b`; `a.T` exchanges queries and keys.
+    `a & b`, `a | b`, `a - b`, `~a`; `a.T` exchanges queries and keys.
 
     Example:
         >>> from torch_magi import masks
@@ -121,6 +123,87 @@ class AttnMask:
             raise TypeError(f"a dense mask must be boolean, got {array.dtype}; compare it (mask != 0) first")
         return cls.from_canonical_bands(_planner.from_dense(np.ascontiguousarray(array)), *array.shape)
 
+    @overload
+    @classmethod
+    def from_mask_mod(
+        cls, mask_mod: MaskMod, q_len: int, kv_len: int, *, B: None = None, H: None = None,
+        device: torch.device | str = "cpu",
+    ) -> AttnMask: ...  # fmt: skip
+
+    @overload
+    @classmethod
+    def from_mask_mod(
+        cls, mask_mod: MaskMod, q_len: int, kv_len: int, *, B: int, H: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> MaskGrid: ...  # fmt: skip
+
+    @overload
+    @classmethod
+    def from_mask_mod(
+        cls, mask_mod: MaskMod, q_len: int, kv_len: int, *, B: None = None, H: int, device: torch.device | str = "cpu"
+    ) -> MaskGrid: ...
+
+    @classmethod
+    def from_mask_mod(
+        cls, mask_mod: MaskMod, q_len: int, kv_len: int, *, B: int | None = None, H: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> AttnMask | MaskGrid:  # fmt: skip
+        """Return the pairs that a FlexAttention `mask_mod` shows, exactly.
+
+        Args:
+            mask_mod: function of (b, h, q_idx, kv_idx) as for `create_block_mask`.
+            q_len, kv_len: shape of the mask.
+            B, H: elements of the batch and heads of a mask_mod that depends on them.
+            device: where mask_mod is called; that of the tensors it captures.
+
+        Returns:
+            The mask; with B or H, masks[b][h], a tuple of B tuples of H masks (1 for the one not given), in which
+            equal masks are one object. How the pairs were found is logged (see `masks.mask_mod`).
+
+        Raises:
+            TypeError: if mask_mod is no function, or what it returns is not boolean.
+            ValueError: for wrong lengths, or if mask_mod computes with b or h and B or H was not given.
+
+        Example:
+            >>> import torch
+            >>> document = torch.tensor([0, 0, 1, 1, 1])
+            >>> def mask_mod(b, h, q_idx, kv_idx):
+            ...     return (q_idx >= kv_idx) & (document[q_idx] == document[kv_idx])
+            >>> AttnMask.from_mask_mod(mask_mod, 5, 5)
+            AttnMask(5 x 5, area 9, 2 bands)
+        """
+        from torch_magi.masks.mask_mod import from_mask_mod
+
+        return from_mask_mod(mask_mod, q_len, kv_len, B=B, H=H, device=device)
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Any, *, B: int | None = None, H: int | None = None) -> AttnMask | MaskGrid:
+        """Return the pairs that a FlexAttention `BlockMask` shows, exactly.
+
+        These are the pairs of its full blocks, and those of its other listed blocks that its mask_mod shows, up to
+        its `seq_lengths`: what compiled `flex_attention` computes. (Without torch.compile it asks mask_mod only.)
+
+        Args:
+            block_mask: the BlockMask. mask_mod is called on its device.
+            B, H: elements of the batch and heads that it is used for, where its own tables have one for all.
+
+        Returns:
+            The mask, where the BlockMask has one batch element and one head and neither B nor H is given; else
+            masks[b][h], a tuple of B tuples of H masks, in which equal masks are one object.
+
+        Raises:
+            TypeError: if block_mask is none, or what its mask_mod returns is not boolean.
+            ValueError: if its tables contradict its lengths, or B or H its tables.
+            RuntimeError: from torch, if it was cut out of another one (block_mask[...]), which takes its mask_mod.
+
+        Example:
+            >>> AttnMask.from_block_mask(masks.causal(300).to_block_mask(128)) == masks.causal(300)
+            True
+        """
+        from torch_magi.masks.block_mask import from_block_mask
+
+        return from_block_mask(block_mask, B=B, H=H)
+
     # --- what it is --------------------------------------------------------------------------------------
 
     @property
@@ -182,6 +265,12 @@ class AttnMask:
 
     def __sub__(self, other: object) -> AttnMask:
         return self._combine(other, "sub")
+
+    def __invert__(self) -> AttnMask:
+        """The pairs that are hidden."""
+        sq, sk = self._shape
+        everything = np.array([[0, sq, 0, sk, -INF, INF, 1]], np.int64)
+        return AttnMask.from_canonical_bands(_planner.combine(everything, self._bands, "sub"), sq, sk)
 
     @property
     def T(self) -> AttnMask:
@@ -246,15 +335,15 @@ class AttnMask:
             np.array(types, np.int64),
         )
 
-    def to_mask_mod(self, device: torch.device | str = "cpu") -> Callable[..., torch.Tensor]:
+    def to_mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
         """Return the mask as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)` for `device`; see masks.mask_mod."""
         from torch_magi.masks.mask_mod import to_mask_mod
 
         return to_mask_mod(self, device)
 
     def to_block_mask(self, BLOCK_SIZE: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> Any:
-        """Return the mask as a FlexAttention `BlockMask`; see masks.mask_mod."""
-        from torch_magi.masks.mask_mod import to_block_mask
+        """Return the mask as a FlexAttention `BlockMask`; see masks.block_mask."""
+        from torch_magi.masks.block_mask import to_block_mask
 
         return to_block_mask(self, BLOCK_SIZE, device)
 
