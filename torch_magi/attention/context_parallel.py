@@ -23,6 +23,7 @@ from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import ATTENTION_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_forward
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.flex_attn import flex_attn_fwd
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
@@ -258,6 +259,16 @@ def context_parallel_attn(
     """
     if not isinstance(plan, AttnPlan):
         raise TypeError(f"plan must be an AttnPlan, got {type(plan).__name__}; make one with make_attn_plan")
+    if note_dtensors(query, key, value):
+        from torch_magi.attention.dtensors import row_sharding_of
+
+        sharding = row_sharding_of(query, key, value, group)
+        q, k, v = (sharding.to_local(x) for x in (query, key, value))
+        result = context_parallel_attn(
+            q, k, v, plan, sharding.group_name, scale=scale, softcap=softcap, sink=sharding.sink_to_local(sink),
+            return_aux=return_aux, deterministic=deterministic, kernel_options=kernel_options,
+        )  # fmt: skip
+        return sharding.wrap_all(result, query)
     group_name = group_name_of(group, plan.cp_size)
     call = prepare(query, key, value, scale, softcap, sink, return_aux, deterministic, kernel_options)
     if call.batch is not None:
