@@ -236,17 +236,20 @@ def context_parallel_attn(
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Compute this rank's rows of the attention of a sequence that is sharded across ranks. Differentiable.
 
-    All ranks of the group call it, each with its own part of the same plan.
+    All ranks of the group call it, each with its own part of the same plan. All tensors may be DTensors on one mesh
+    whose dispatched rows are sharded, Shard(0), over one dimension and whose heads may be sharded over others; results
+    are then placed as the query is. A sink that is none is taken to be that of the rank's heads.
 
     Args:
         query: [plan.num_tokens_local, num_heads_q, head_dim]; this rank's dispatched rows.
         key: [plan.num_tokens_local, num_heads_kv, head_dim].
         value: [plan.num_tokens_local, num_heads_kv, head_dim_v].
         plan: from `make_attn_plan(..., cp_size, cp_rank)`.
-        group: ProcessGroup, one-dimensional DeviceMesh or group name; may be None for one rank.
+        group: ProcessGroup, one-dimensional DeviceMesh or group name; may be None for one rank, and for DTensors.
         scale, softcap, deterministic, kernel_options: as in `flex_flash_attn`.
         sink: float32 [num_sink, num_heads_q], the same on every rank, or [num_tokens_local, num_sink,
-            num_heads_q]. Its gradient on each rank is that of the rank's rows: sum it over ranks.
+            num_heads_q]. Its gradient on each rank is that of the rank's rows: sum it over ranks. (That of a DTensor is
+            placed so: Partial.)
         return_aux: lse is that of this rank's rows; max_logits is the maximum over all ranks.
 
     Returns:

@@ -30,6 +30,10 @@ def flex_flash_attn(
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Compute softmax(mask(softcap(scale * query key^T))) value, for any mask. Differentiable.
 
+    All tensors may be DTensors on one mesh: replicated, with heads sharded, or, with a plan for the ranks of that
+    dimension of the mesh, with dispatched rows sharded, as `context_parallel_attn` computes them. Results are then
+    placed as the query is.
+
     Args:
         query: [total_q, num_heads_q, head_dim] or [B, S_q, num_heads_q, head_dim]; float64, float32, bfloat16
             or float16.

@@ -11,7 +11,6 @@ def note_dtensors(*tensors: Any) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it
     if module is None or not any(isinstance(x, module.DTensor) for x in tensors):
         return False
-    from torch_magi.ops import sharding
+    import torch_magi.ops.sharding  # noqa: F401  # registers them
 
-    sharding.register()
     return True

@@ -7,6 +7,8 @@
 Everything else is replicated first, as is usual with DTensors: on a dimension of the mesh along which no input is
 sharded in one of these ways, inputs that are something else (partial sums) are gathered. Rows of attention and of
 ranges are an error instead: gathering them would undo what the sharding is for.
+
+Importing this module registers the rules with torch.
 """
 
 from __future__ import annotations
@@ -143,16 +145,13 @@ def _ranges(name: str, schema: OpSchema) -> OpStrategy:
     return _strategy(schema, inputs, [placements, placements, [Replicate()] * x.mesh.ndim], 1)
 
 
-@functools.cache
-def register() -> None:
-    """Register the rules with torch; called where the first DTensor is met, and by `import torch_magi.tensor`."""
-    rules: list[tuple[Any, Callable[[OpSchema], OpStrategy], int]] = [
-        (_ops.flex_attn_fwd.default, _attn_fwd, 4),
-        (_ops.flex_attn_bwd.default, _attn_bwd, 9),
-        (_ops.merge_state.default, _merge, 100),
-        (_ops.range_gather.default, functools.partial(_ranges, "x"), 2),
-        (_ops.range_scatter_add.default, functools.partial(_ranges, "y"), 2),
-    ]
-    for op, rule, first_static in rules:
-        # The arguments from `first_static` on that are no tensors decide about shapes and dtypes of the results.
-        register_op_strategy(op, RuntimeSchemaInfo(first_static))(rule)
+_RULES: list[tuple[Any, Callable[[OpSchema], OpStrategy], int]] = [
+    (_ops.flex_attn_fwd.default, _attn_fwd, 4),
+    (_ops.flex_attn_bwd.default, _attn_bwd, 9),
+    (_ops.merge_state.default, _merge, 100),
+    (_ops.range_gather.default, functools.partial(_ranges, "x"), 2),
+    (_ops.range_scatter_add.default, functools.partial(_ranges, "y"), 2),
+]
+for _op, _rule, _first_static in _RULES:
+    # The arguments from `_first_static` on that are no tensors decide about shapes and dtypes of the results.
+    register_op_strategy(_op, RuntimeSchemaInfo(_first_static))(_rule)

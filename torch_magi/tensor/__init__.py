@@ -3,10 +3,7 @@
 Imported where `torch_magi.tensor` is first used: torch.distributed.tensor takes a second to import.
 """
 
-from torch_magi.ops import sharding
 from torch_magi.tensor.dispatch import dispatch, undispatch
 from torch_magi.tensor.parallel_style import MagiContextParallel
-
-sharding.register()
 
 __all__ = ["MagiContextParallel", "dispatch", "undispatch"]
