@@ -85,6 +85,19 @@ def _tp_x_cp(rank: int, group: dist.ProcessGroup) -> None:
         assert found[6].placements == (Shard(1), Partial()), found[6].placements
         _check(found, expected)
 
+    # A sink of every row is sharded like the rows.
+    full[3] = torch.randn(16, 2, HEADS[0], generator=torch.Generator().manual_seed(2))
+    rows = [magi.tensor.dispatch(x, plan) for x in by_heads[:3]]
+    sink = distribute_tensor(full[3], mesh, [Shard(2), Replicate()], src_data_rank=None).requires_grad_()
+    with torch.inference_mode():
+        magi.flex_flash_attn(*rows, plan)
+    out, _ = call(*rows, sink=magi.tensor.dispatch(sink, plan))
+    magi.tensor.undispatch(out, plan).square().sum().backward()
+    assert sink.grad.placements == (Shard(2), Partial())
+    one = full[3].requires_grad_()
+    magi.flex_flash_attn(*full[:3], MASK, sink=one).square().sum().backward()
+    torch.testing.assert_close(sink.grad.full_tensor(), one.grad)
+
 
 def test_c50_tp_x_cp() -> None:
     run_ranks(_tp_x_cp, 4, "processes")
@@ -117,6 +130,8 @@ def _by_heads(rank: int, group: dist.ProcessGroup) -> None:
             assert found[0].placements == found[1].placements == expected, (placements, heads, found[0].placements)
             assert found[3].placements == expected and found[6].placements == expected
             _check(found, _expected(full))
+        with torch.inference_mode():
+            magi.flex_flash_attn(*tensors[:3], MASK)
     # What is placed otherwise follows: partial sums over another dimension, a sink that is replicated.
     full = _tensors()
     q = _dtensor().from_local(full[0] / 2, mesh, [R, Partial()], run_check=False)
