@@ -30,6 +30,7 @@ MERGE = "ops/test_merge_state.py"
 LOSS = "comm/test_loss.py"
 ROLL = "comm/test_roll.py"
 RANGES = "ops/test_range_ops.py"
+DTENSOR = "tensor/test_dtensor_attention.py"
 
 CASES: dict[str, tuple[str, ...]] = {
     "C01": (
@@ -157,11 +158,11 @@ CASES: dict[str, tuple[str, ...]] = {
         f"{OVERLAP}::test_c48_three_exchanges",
         f"{OVERLAP}::test_c48_with_the_options_exchanges_start_before_the_queries_are_projected",
     ),
+    "C50": (f"{DTENSOR}::test_c50_tp_x_cp",),
     "C52": (f"{ROLL}::test_c52_labels_of_packed_documents",),
 }
 # Cases of features that do not exist yet: there is nothing that could be wrong.
 ABSENT = {
-    "C50": "there are no DTensor sharding rules yet",
     "C54": "no argument has been renamed yet; unknown ones are refused in attention/test_flex_flash_attn.py",
 }
 

@@ -57,6 +57,7 @@ def test_public_names() -> None:
         "masks",
         "merge_state",
         "roll",
+        "tensor",
         "undispatch",
     ]
     for name in torch_magi.__all__:
@@ -71,7 +72,8 @@ before = dict(os.environ), torch.get_num_threads(), torch.get_default_dtype(), t
 import torch_magi
 assert before == (dict(os.environ), torch.get_num_threads(), torch.get_default_dtype(), threading.active_count())
 # Triton, where it is installed, comes with torch.utils.flop_counter, in which operators register their FLOPs.
-slow = [m for m in ("matplotlib", "torch._inductor.lowering", "torch_magi.testing") if m in sys.modules]
+names = "matplotlib", "torch._inductor.lowering", "torch.distributed.tensor", "torch_magi.testing"
+slow = [m for m in names if m in sys.modules]
 assert not slow, slow
 assert not torch.cuda.is_initialized()
 """

@@ -14,7 +14,7 @@ LAYERS = [
     ("plan",),
     ("ops",),
     ("comm",),
-    ("attention",),
+    ("attention", "tensor"),
     ("__init__",),
     ("testing", "__main__"),
 ]

@@ -6,6 +6,8 @@ out = flex_flash_attn(q, k, v, plan)                 on one device
 out = context_parallel_attn(q, k, v, plan, group)    on dispatched rows, across ranks
 """
 
+from typing import TYPE_CHECKING, Any
+
 from torch_magi import _extension
 
 _extension.load()
@@ -31,6 +33,9 @@ from torch_magi.comm import (  # noqa: E402
 from torch_magi.ops import merge_state  # noqa: E402
 from torch_magi.plan import AttnPlan, CommPlan, PlanConfig, make_attn_plan  # noqa: E402
 
+if TYPE_CHECKING:
+    from torch_magi import tensor
+
 __all__ = [
     "AttnPlan",
     "AuxOutput",
@@ -50,6 +55,15 @@ __all__ = [
     "masks",
     "merge_state",
     "roll",
+    "tensor",
     "undispatch",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "tensor":  # imports torch.distributed.tensor
+        import importlib
+
+        return importlib.import_module("torch_magi.tensor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

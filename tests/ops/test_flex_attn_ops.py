@@ -505,6 +505,18 @@ def test_the_check_notices_a_wrong_mask(seed: int) -> None:
         count_probe(other_mask, mask)
 
 
+def test_a_plan_fits_an_equal_share_of_its_heads() -> None:
+    plan = make_attn_plan(masks.causal(16), 6, 3, 8, dtype=torch.float32)
+    x = random_inputs(plan.mask, 6, 3, 8, dtype=torch.float32, seed=0)
+    whole = flex_attn_fwd(x.query, x.key, x.value, plan, scale=1.0)[0]
+    share = flex_attn_fwd(x.query[:, 2:4], x.key[:, 1:2], x.value[:, 1:2], plan, scale=1.0)[0]
+    assert torch.equal(share, whole[:, 2:4])
+    for heads_q, heads_kv in ((3, 3), (2, 2), (4, 2), (12, 6), (0, 0)):
+        x = random_inputs(plan.mask, heads_q, heads_kv, 8, dtype=torch.float32, seed=0)
+        with pytest.raises(ValueError, match=rf"query must have shape \[16, 6, 8\] .* got \[16, {heads_q}, 8\]"):
+            flex_attn_fwd(x.query, x.key, x.value, plan, scale=1.0)
+
+
 # --- refusals ---
 
 PLAN = make_attn_plan(masks.causal(8), 4, 2, 16, head_dim_v=12, dtype=torch.float32)

@@ -23,6 +23,7 @@ from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import ATTENTION_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_forward
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.flex_attn import flex_attn_fwd
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
@@ -235,17 +236,20 @@ def context_parallel_attn(
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Compute this rank's rows of the attention of a sequence that is sharded across ranks. Differentiable.
 
-    All ranks of the group call it, each with its own part of the same plan.
+    All ranks of the group call it, each with its own part of the same plan. All tensors may be DTensors on one mesh
+    whose dispatched rows are sharded, Shard(0), over one dimension and whose heads may be sharded over others; results
+    are then placed as the query is. A sink that is none is taken to be that of the rank's heads.
 
     Args:
         query: [plan.num_tokens_local, num_heads_q, head_dim]; this rank's dispatched rows.
         key: [plan.num_tokens_local, num_heads_kv, head_dim].
         value: [plan.num_tokens_local, num_heads_kv, head_dim_v].
         plan: from `make_attn_plan(..., cp_size, cp_rank)`.
-        group: ProcessGroup, one-dimensional DeviceMesh or group name; may be None for one rank.
+        group: ProcessGroup, one-dimensional DeviceMesh or group name; may be None for one rank, and for DTensors.
         scale, softcap, deterministic, kernel_options: as in `flex_flash_attn`.
         sink: float32 [num_sink, num_heads_q], the same on every rank, or [num_tokens_local, num_sink,
-            num_heads_q]. Its gradient on each rank is that of the rank's rows: sum it over ranks.
+            num_heads_q]. Its gradient on each rank is that of the rank's rows: sum it over ranks. (That of a DTensor is
+            placed so: Partial.)
         return_aux: lse is that of this rank's rows; max_logits is the maximum over all ranks.
 
     Returns:
@@ -258,6 +262,16 @@ def context_parallel_attn(
     """
     if not isinstance(plan, AttnPlan):
         raise TypeError(f"plan must be an AttnPlan, got {type(plan).__name__}; make one with make_attn_plan")
+    if note_dtensors(query, key, value):
+        from torch_magi.attention.dtensors import row_sharding_of
+
+        sharding = row_sharding_of(query, key, value, group)
+        q, k, v = (sharding.to_local(x) for x in (query, key, value))
+        result = context_parallel_attn(
+            q, k, v, plan, sharding.group_name, scale=scale, softcap=softcap, sink=sharding.sink_to_local(sink),
+            return_aux=return_aux, deterministic=deterministic, kernel_options=kernel_options,
+        )  # fmt: skip
+        return sharding.wrap_all(result, query)
     group_name = group_name_of(group, plan.cp_size)
     call = prepare(query, key, value, scale, softcap, sink, return_aux, deterministic, kernel_options)
     if call.batch is not None:

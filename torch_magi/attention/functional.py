@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from torch_magi.attention.context_parallel import context_parallel_attn
 from torch_magi.attention.inputs import Call, finish, prepare
 from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions
 from torch_magi.masks import AttnMask
+from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.flex_attn import flex_attn_fwd
 from torch_magi.plan import AttnPlan, make_attn_plan
 
@@ -27,6 +29,10 @@ def flex_flash_attn(
     kernel_options: KernelOptions | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Compute softmax(mask(softcap(scale * query key^T))) value, for any mask. Differentiable.
+
+    All tensors may be DTensors on one mesh: replicated, with heads sharded, or, with a plan for the ranks of that
+    dimension of the mesh, with dispatched rows sharded, as `context_parallel_attn` computes them. Results are then
+    placed as the query is.
 
     Args:
         query: [total_q, num_heads_q, head_dim] or [B, S_q, num_heads_q, head_dim]; float64, float32, bfloat16
@@ -59,6 +65,16 @@ def flex_flash_attn(
         >>> magi.flex_flash_attn(q, k, v, magi.masks.document([0, 3, 8], causal=True)).shape
         torch.Size([8, 2, 16])
     """
+    if note_dtensors(query, key, value, sink):
+        from torch_magi.attention.dtensors import check_dtensors, check_whole, rows_are_sharded
+
+        check_dtensors(query, key, value)
+        if isinstance(mask_or_plan, AttnPlan) and mask_or_plan.cp_size > 1 and rows_are_sharded(query):
+            return context_parallel_attn(
+                query, key, value, mask_or_plan, None, scale=scale, softcap=softcap, sink=sink, return_aux=return_aux,
+                deterministic=deterministic, kernel_options=kernel_options,
+            )  # fmt: skip
+        check_whole(query, key, value, sink)
     call = prepare(query, key, value, scale, softcap, sink, return_aux, deterministic, kernel_options)
     plan = _plan_of(mask_or_plan, call, query)
     out, lse, max_logits = flex_attn_fwd(

@@ -10,6 +10,7 @@ from torch_magi.comm.exchange import wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import TAGS, lib
 from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
 
@@ -146,10 +147,11 @@ def dispatch(x: Tensor, plan: AttnPlan) -> Tensor:
         [plan.num_tokens_local, ...]; row i is row plan.position_ids[i] of x.
 
     Raises:
-        TypeError: if `plan` is not an AttnPlan.
+        TypeError: if `plan` is not an AttnPlan, or `x` a DTensor.
         ValueError: if `x` has another number of rows than the plan.
     """
     check_plan(plan)
+    _refuse_dtensor("dispatch", x)
     moved: Tensor = torch.ops.torch_magi.dispatch(x, plan, plan_size(x, plan, Size.LOCAL))
     return moved
 
@@ -172,10 +174,11 @@ def undispatch(
         [total_tokens, ...].
 
     Raises:
-        TypeError: if `plan` or `group` is something else.
+        TypeError: if `plan` or `group` is something else, or `x` a DTensor.
         ValueError: if the rows, the group's size or `grad` do not fit.
     """
     check_plan(plan)
+    _refuse_dtensor("undispatch", x)
     if grad not in ("replicated", "partial"):
         raise ValueError(f"grad must be 'replicated' or 'partial', got {grad!r}")
     group_name = group_name_of(group, plan.cp_size)
@@ -190,3 +193,8 @@ def check_plan(plan: AttnPlan) -> None:
     """Raise TypeError if `plan` is something else than an AttnPlan."""
     if not isinstance(plan, AttnPlan):
         raise TypeError(f"plan must be an AttnPlan, got {type(plan).__name__}; make one with make_attn_plan")
+
+
+def _refuse_dtensor(name: str, x: Tensor) -> None:
+    if note_dtensors(x):
+        raise TypeError(f"x must be a local tensor, got a DTensor; see torch_magi.tensor.{name}")

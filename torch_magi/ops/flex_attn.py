@@ -22,6 +22,7 @@ from torch_magi.ops.attn_tiles import (
     flex_attn_fwd_tiles,
 )
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.flops import backward_flops, forward_flops
 from torch_magi.ops.merge_state import merge_state, merged_side_grad
 from torch_magi.ops.plan_types import ATTN_PLAN
@@ -82,12 +83,20 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[in
 
 
 def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int) -> None:
-    """Raise ValueError or TypeError if tensors are not those that a stage of the plan was made for."""
+    """Raise ValueError or TypeError if tensors are not those that a stage of the plan was made for.
+
+    Where heads are sharded, a rank has an equal share of the plan's: num_heads_q / n with num_heads_kv / n.
+    """
     rows, keys = plan.stages[stage].mask.shape
+    heads_q, heads_kv = plan.num_heads_q, plan.num_heads_kv
+    if q.ndim == k.ndim == 3 and q.shape[1]:
+        n = heads_q // q.shape[1]
+        if n and (n * q.shape[1], n * k.shape[1]) == (heads_q, heads_kv):
+            heads_q, heads_kv = q.shape[1], k.shape[1]
     for name, x, n, heads, dim in (
-        ("query", q, rows, plan.num_heads_q, plan.head_dim),
-        ("key", k, keys, plan.num_heads_kv, plan.head_dim),
-        ("value", v, keys, plan.num_heads_kv, plan.head_dim_v),
+        ("query", q, rows, heads_q, plan.head_dim),
+        ("key", k, keys, heads_kv, plan.head_dim),
+        ("value", v, keys, heads_kv, plan.head_dim_v),
     ):
         if x.shape != (n, heads, dim):
             raise ValueError(
@@ -359,7 +368,7 @@ def flex_attn_fwd(
         q: [rows, num_heads_q, head_dim], the plan's dtype; this rank's query rows.
         k: [keys, num_heads_kv, head_dim]; the stage's keys.
         v: [keys, num_heads_kv, head_dim_v].
-        plan: made for these tensors.
+        plan: made for these tensors, or for n times as many query and kv heads.
         stage: which attention call of the plan.
         sink: float32 [num_sink, num_heads_q] or [rows, num_sink, num_heads_q]; logits added to the denominator.
         out_before, lse_before: [rows, num_heads_q, head_dim_v] and [rows, num_heads_q], float32 (float64); the
@@ -380,6 +389,7 @@ def flex_attn_fwd(
         ValueError, TypeError: if the tensors are not those the plan was made for.
         NotImplementedError: if no kernel serves them.
     """
+    note_dtensors(q)
     result: tuple[Tensor, Tensor, Tensor] = _fwd(
         q, k, v, plan, stage, sink, out_before, lse_before, scale, softcap, out_float32, return_max_logits,
         deterministic, backend, sm_margin,

@@ -8,6 +8,7 @@ import torch
 
 from torch_magi.ops._library import define, lib
 from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops.dtensors import note_dtensors
 
 Tensor = torch.Tensor
 
@@ -78,5 +79,6 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
     Raises:
         RuntimeError: for shapes or dtypes that do not fit together.
     """
+    note_dtensors(out_a)
     out, lse = _merge(out_a, lse_a, out_b, lse_b)
     return out, lse

@@ -8,6 +8,7 @@ import torch
 
 from torch_magi.ops._library import define, lib
 from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops.dtensors import note_dtensors
 
 Tensor = torch.Tensor
 
@@ -80,6 +81,7 @@ def range_gather(x: Tensor, ranges: Tensor, n_out: int) -> Tensor:
     Raises:
         RuntimeError: for ranges outside `x`, or another number of rows (CPU).
     """
+    note_dtensors(x)
     rows: Tensor = _gather(x, ranges, n_out)
     return rows
 
@@ -101,5 +103,6 @@ def range_scatter_add(y: Tensor, ranges: Tensor, n_rows: int) -> Tensor:
     Raises:
         RuntimeError: for ranges outside the result, or another number of rows (CPU).
     """
+    note_dtensors(y)
     added: Tensor = _scatter_add(y, ranges, n_rows)
     return added

@@ -169,7 +169,9 @@ def _others(ranks: list[int]) -> str:
 def _run_processes(fn: Callable[..., Any], world_size: int, args: Sequence[Any], timeout: float) -> list[Any]:
     where = _address_of(fn)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch_magi.testing.local_ranks"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch_magi.testing.local_ranks"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         processes, pipes = [], []
