@@ -105,6 +105,18 @@ def many_masks(rank: int, group: dist.ProcessGroup, count: int) -> int:
     return counter.frame_count
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3, "softcap": 2.0}])
+def test_all_sizes_and_numbers_may_be_symbols(options: dict[str, float]) -> None:
+    plan = make_plan(masks.document([0, 3, 8], causal=True), None, 0)
+    eager = magi.flex_flash_attn
+    compiled = torch.compile(eager, dynamic=True, fullgraph=True, backend="aot_eager")
+    gen = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(8, h, HEAD_DIM, generator=gen, dtype=torch.float64, requires_grad=True) for h in HEADS]
+    outs = [attn(*qkv, plan, **options) for attn in (compiled, eager)]
+    for a, b in zip(*[(out, *torch.autograd.grad(out.square().sum(), qkv)) for out in outs], strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_new_masks_and_splits_do_not_recompile(world: int) -> None:
     compilations = run_ranks(many_masks, world, "processes", (40,), timeout=400)

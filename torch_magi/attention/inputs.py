@@ -51,9 +51,10 @@ def prepare(
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if not math.isfinite(scale):
+    # Comparisons and not math.isfinite: these may be symbols of torch.compile.
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be a finite number, got {scale}")
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}")
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux must be a torch_magi.AuxRequest or None, got {type(return_aux).__name__}")
