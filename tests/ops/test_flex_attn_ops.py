@@ -153,6 +153,8 @@ def local_samples() -> dict[str, list[Sample]]:
         "dispatch": [(normal(10, 3), of_two, local), (normal(10, 3, grad=True), of_two, local)],
         "add_returned": [(normal(exchange.num_sent, 3), of_two, 1, local)],
         "add_returned_rows": [(normal(4, 3), comm, 0, 5)],
+        "merge_returned": [(normal(4, 2, 3), normal(4, 2), comm, 5)],
+        "num_copies": [(normal(1), comm, 5)],
         "place_rolled": [(normal(local, 3), of_two, -1, None), (torch.arange(local), of_two, 2, -100)],
     }
 
@@ -170,6 +172,7 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
     assert exchange is not None
     received, sent = exchange.num_received, exchange.num_sent
     options = (0.3, 0.0, True, False, "auto", 0, 0)
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
     return {
         "group_cast_all_to_all": (START_UTILITIES, [(normal(n, 3), None, plan, 1, received, name)]),
         "group_reduce_all_to_all": (START_UTILITIES, [(normal(received, 3), None, plan, 1, sent, name)]),
@@ -180,11 +183,21 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
         ),
         "group_cast": (
             COMPOSITE_UTILITIES,
-            [(normal(5, 3, grad=g), comm, comm.num_sent, comm.num_received, name) for g in (False, True)],
+            [(normal(5, 3, grad=g), comm, comm.num_sent, comm.num_received, *dtypes[:2], name) for g in (False, True)],
         ),
         "group_reduce": (
             COMPOSITE_UTILITIES,
-            [(normal(comm.num_received, 3, grad=g), comm, comm.num_sent, 5, name) for g in (False, True)],
+            [(normal(comm.num_received, 3, grad=g), comm, comm.num_sent, 5, *dtypes, name) for g in (False, True)],
+        ),
+        "group_merge": (
+            COMPOSITE_UTILITIES,
+            [
+                (
+                    normal(comm.num_received, 2, 3, grad=g), normal(comm.num_received, 2, grad=g), comm,
+                    comm.num_sent, 5, *dtypes[:2], name,
+                )
+                for g in (False, True)
+            ],
         ),
         "cp_mean_loss": (
             COMPOSITE_UTILITIES,
@@ -218,6 +231,7 @@ NEEDS_A_GROUP = (
     "group_cast",
     "group_cast_all_to_all",
     "group_cast_all_to_all_rows",
+    "group_merge",
     "group_reduce",
     "group_reduce_all_to_all",
     "group_reduce_all_to_all_rows",

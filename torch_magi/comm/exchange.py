@@ -78,8 +78,28 @@ def _start_reduce(
 
 def _add_returned(x: Tensor, plan: Plan, stage: int, num_rows: int) -> Tensor:
     comm = comm_plan_of(plan, stage)
+    _check_rows(comm, num_rows)
     added: Tensor = torch.ops.torch_magi.range_scatter_add(x, comm.send_ranges_on(x.device), comm.num_rows)
     return added
+
+
+def _check_rows(comm: CommPlan, num_rows: int) -> None:
+    if num_rows != comm.num_rows:  # of a tensor that the sums go into; compiled code sees it only here
+        raise ValueError(f"into must have {comm.num_rows} rows as the plan says, got {num_rows}")
+
+
+def _merge_returned(x: Tensor, lse: Tensor, plan: CommPlan, num_rows: int) -> tuple[Tensor, Tensor]:
+    _check_rows(plan, num_rows)
+    rows, ranges = plan.send_rows_on(x.device), plan.send_ranges_on(x.device)
+    empty = torch.isinf(lse)
+    lse = lse.masked_fill(empty, -torch.inf)
+    top = lse.new_full((num_rows, lse.shape[1]), -torch.inf)
+    top.scatter_reduce_(0, rows[:, None].expand_as(lse), lse, "amax")
+    weight = torch.exp(lse - top[rows]).masked_fill(empty, 0.0)
+    weighted = (x * weight[..., None]).masked_fill(empty[..., None], 0.0)  # an empty row may hold anything
+    total = torch.ops.torch_magi.range_scatter_add(weight, ranges, num_rows)
+    out = torch.ops.torch_magi.range_scatter_add(weighted, ranges, num_rows)
+    return out / total.masked_fill(total == 0, 1.0)[..., None], top + total.log()
 
 
 def _fake_start(x: Tensor, after: Tensor | None, plan: object, stage: int, rows: int, group_name: str) -> Tensor:
@@ -89,6 +109,10 @@ def _fake_start(x: Tensor, after: Tensor | None, plan: object, stage: int, rows:
 
 def _fake_add(x: Tensor, plan: object, stage: int, num_rows: int) -> Tensor:
     return x.new_empty((num_rows, *x.shape[1:]))
+
+
+def _fake_merge(x: Tensor, lse: Tensor, plan: object, num_rows: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty((num_rows, *x.shape[1:])), lse.new_empty((num_rows, *lse.shape[1:]))
 
 
 for _suffix, _type in (("", ATTN_PLAN), ("_rows", COMM_PLAN)):
@@ -104,6 +128,10 @@ for _suffix, _type in (("", ATTN_PLAN), ("_rows", COMM_PLAN)):
     lib.define(f"{_name}(Tensor x, {_type} plan, int stage, SymInt num_rows) -> Tensor", tags=TAGS)
     lib.impl(_name, _add_returned, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_magi::{_name}", _fake_add, lib=lib)
+
+lib.define(f"merge_returned(Tensor x, Tensor lse, {COMM_PLAN} plan, SymInt num_rows) -> (Tensor, Tensor)", tags=TAGS)
+lib.impl("merge_returned", _merge_returned, "CompositeExplicitAutograd")
+torch.library.register_fake("torch_magi::merge_returned", _fake_merge, lib=lib)
 
 _ops = torch.ops.torch_magi
 lowerings.START_OPS.extend(
@@ -167,3 +195,19 @@ def add_returned(x: Tensor, plan: Plan, stage: int, num_rows: int) -> Tensor:
     op = _ops.add_returned_rows if isinstance(plan, CommPlan) else _ops.add_returned
     added: Tensor = op(x, plan, stage, num_rows)
     return added
+
+
+def merge_returned(x: Tensor, lse: Tensor, plan: CommPlan, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Merge attention that came back, over disjoint sets of keys, into that of the local rows it belongs to.
+
+    Args:
+        x: [num_sent, heads, head_dim], float32 or float64.
+        lse: [num_sent, heads], the same dtype; infinite for what saw no key.
+        plan: as given to `start_cast`.
+        num_rows: local rows.
+
+    Returns:
+        [num_rows, heads, head_dim] and its lse; 0 and -inf for a row that was sent nowhere. One copy keeps its bits.
+    """
+    merged: tuple[Tensor, Tensor] = _ops.merge_returned(x, lse, plan, num_rows)
+    return merged

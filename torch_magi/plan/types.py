@@ -109,6 +109,24 @@ class CommPlan(Frozen):
         made: torch.Tensor = self._tensors.get(device, lambda: torch.tensor(self.send_ranges, device=device))
         return made
 
+    def send_rows_on(self, device: torch.device) -> torch.Tensor:
+        """The rows in `send_ranges`, int64 [num_sent], on `device`, uploaded once."""
+        made: torch.Tensor = self._tensors.get(("rows", device), lambda: self._send_rows().to(device))
+        return made
+
+    def num_copies_on(self, device: torch.device) -> torch.Tensor:
+        """How often each local row is sent, int64 [num_rows], on `device`, uploaded once."""
+
+        def make() -> torch.Tensor:
+            return torch.bincount(self._send_rows(), minlength=self.num_rows).to(device)
+
+        made: torch.Tensor = self._tensors.get(("copies", device), make)
+        return made
+
+    def _send_rows(self) -> torch.Tensor:
+        rows = [np.arange(a, b) for a, b in self.send_ranges]
+        return torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, np.int64))
+
     @classmethod
     def from_splits(
         cls,
