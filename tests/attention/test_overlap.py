@@ -225,6 +225,7 @@ def test_exchanges_are_estimated_alike_on_all_ranks() -> None:
     found = []
     for rows in (0, 5, 100_000):
         node = mock.Mock(op_overload=torch.ops.torch_magi.group_cast_all_to_all.default)
+        node.constant_args = ("group",)
         node.inputs = [mock.Mock(layout=mock.Mock(size=[rows, 2, 8], dtype=torch.float32)), mock.Mock(spec=[])]
         with mock.patch("torch._inductor.comm_analysis.get_collective_group_size", return_value=8):
             found.append(estimate(node))

@@ -175,11 +175,11 @@ def group_samples(rank: int, name: str) -> dict[str, tuple[tuple[str, ...], list
     dtypes = (torch.bfloat16, torch.float32, torch.float32)
     return {
         "group_cast_all_to_all": (START_UTILITIES, [(normal(n, 3), None, plan, 1, received, name)]),
-        "group_reduce_all_to_all": (START_UTILITIES, [(normal(received, 3), None, plan, 1, sent, name)]),
+        "group_reduce_all_to_all": (START_UTILITIES, [(normal(received, 3), None, plan, 1, False, sent, name)]),
         "group_cast_all_to_all_rows": (START_UTILITIES, [(normal(5, 3), None, comm, 0, comm.num_received, name)]),
         "group_reduce_all_to_all_rows": (
             START_UTILITIES,
-            [(normal(comm.num_received, 3), None, comm, 0, comm.num_sent, name)],
+            [(normal(comm.num_received, 3), None, comm, 0, False, comm.num_sent, name)],
         ),
         "group_cast": (
             COMPOSITE_UTILITIES,

@@ -19,7 +19,7 @@ import torch
 from torch_magi.attention.inputs import finish, prepare
 from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
-from torch_magi.comm.groups import Group, group_name_of
+from torch_magi.comm.groups import LEVELS, Group, group_name_of
 from torch_magi.ops._library import ATTENTION_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_forward
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
@@ -101,7 +101,8 @@ def _forward(
         max_logits = stage_max_logits if max_logits is None else torch.maximum(max_logits, stage_max_logits)
     assert out is not None and lse is not None and max_logits is not None
     if return_max_logits and group_name:
-        max_logits = wait(torch.ops._c10d_functional.all_reduce(max_logits, "max", group_name))
+        for level in group_name.split(LEVELS):
+            max_logits = wait(torch.ops._c10d_functional.all_reduce(max_logits, "max", level))
     return out, lse, max_logits
 
 
@@ -202,7 +203,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Ten
 
 # Compilers keep what they made of this operator on disk, under its name and arguments. Raise this number with every
 # change of what it decomposes into, so that nobody runs code that was made for another version.
-DECOMPOSITION = 3
+DECOMPOSITION = 4
 
 lib.define(
     f"context_parallel_attn(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, Tensor? sink, int num_stages, "
@@ -245,7 +246,8 @@ def context_parallel_attn(
         key: [plan.num_tokens_local, num_heads_kv, head_dim].
         value: [plan.num_tokens_local, num_heads_kv, head_dim_v].
         plan: from `make_attn_plan(..., cp_size, cp_rank)`.
-        group: ProcessGroup, one-dimensional DeviceMesh or group name; may be None for one rank, and for DTensors.
+        group: ProcessGroup, one-dimensional DeviceMesh or group name; may be None for one rank, and for DTensors. For
+            a plan with `ranks_per_node`, a DeviceMesh of shape (nodes, ranks_per_node), ranks in the order of rows.
         scale, softcap, deterministic, kernel_options: as in `flex_flash_attn`.
         sink: float32 [num_sink, num_heads_q], the same on every rank, or [num_tokens_local, num_sink,
             num_heads_q]. Its gradient on each rank is that of the rank's rows: sum it over ranks. (That of a DTensor is
@@ -272,7 +274,7 @@ def context_parallel_attn(
             return_aux=return_aux, deterministic=deterministic, kernel_options=kernel_options,
         )  # fmt: skip
         return sharding.wrap_all(result, query)
-    group_name = group_name_of(group, plan.cp_size)
+    group_name = group_name_of(group, plan.cp_size, nodes=True)
     call = prepare(query, key, value, scale, softcap, sink, return_aux, deterministic, kernel_options)
     if call.batch is not None:
         raise ValueError(

@@ -3,18 +3,22 @@
 A start operator packs the rows, starts an all_to_all and returns the tensor that is being received. The caller
 waits for it with `wait` where it uses the rows, so that a compiler, or the order of the eager code, can put
 computation in between. The operator names contain "all_to_all" and end in `group_name`: Inductor's passes
-recognise them by that.
+recognise them by that. Over a mesh of nodes an exchange has two steps (plan/hierarchy.py), which one operator starts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torch_magi.comm import lowerings
-from torch_magi.comm.groups import resolve_group
+from torch_magi.comm.groups import LEVELS, check_levels, resolve_group
+from torch_magi.comm.lse_columns import attach, detach
 from torch_magi.ops._library import TAGS, lib
 from torch_magi.ops.plan_types import ATTN_PLAN, COMM_PLAN, comm_plan_of
 from torch_magi.plan import AttnPlan, CommPlan
@@ -26,22 +30,78 @@ _c10d: Any = torch._C._distributed_c10d
 wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def all_to_all(send: Tensor, rows: int, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> Tensor:
-    """Start an all_to_all of rows and return the tensor being received, to be read after `wait`.
+class Step(NamedTuple):
+    """One exchange: how many rows go to, and come from, each rank of a group, the rows for rank 0 first."""
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    group_name: str
+
+
+def _issue(send: Tensor, out: Tensor, step: Step) -> Any:
+    """Start an all_to_all into the first rows of `out` and return its work."""
+    if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
+        _check_splits(send.device, *step)
+    into, group = out[: sum(step.receives)], resolve_group(step.group_name)
+    return dist.all_to_all_single(into, send, list(step.receives), list(step.sends), group=group, async_op=True)
+
+
+def all_to_all(send: Tensor, rows: int, step: Step) -> Tensor:
+    """Start an exchange and return the tensor being received, to be read after `wait`.
 
     Args:
-        send: [sum(sends), ...]; the rows for rank 0 first.
-        rows: rows of the result: sum(receives), or more, of which the last stay as they are.
-        sends, receives: how many rows go to, and come from, each rank.
-        name: of the process group.
+        send: [sum(step.sends), ...].
+        rows: rows of the result: sum(step.receives), or more, of which the last stay as they are.
+        step: who sends how much.
     """
-    if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
-        _check_splits(send.device, sends, receives, name)
     out = send.new_empty((rows, *send.shape[1:]))
-    into, group = out[: sum(receives)], resolve_group(name)
-    work = dist.all_to_all_single(into, send, list(receives), list(sends), group=group, async_op=True)
-    torch._C._distributed_c10d._register_work(out, work)  # `wait` finds the work by the tensor's storage
+    _c10d._register_work(out, _issue(send, out, step))  # `wait` finds the work by the tensor's storage
     return out
+
+
+class _SecondStep(dist.Work):
+    """The second of two exchanges, started by the wait for it: where there are no streams that could order them."""
+
+    def __init__(self, first: Any, start: Callable[[], Any]) -> None:
+        super().__init__()
+        self._first, self._start = first, start
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._first.wait()
+        self._start().wait()
+        return True
+
+
+def two_all_to_alls(send: Tensor, rows: int, first: Step, between: Callable[[Tensor], Tensor], second: Step) -> Tensor:
+    """Start two exchanges, of which the second sends what `between` makes of the rows that the first brings.
+
+    On GPUs the second one follows on a stream of its own: nothing waits for the first one but this stream.
+    """
+    out = send.new_empty((rows, *send.shape[1:]))
+
+    def start_first() -> tuple[Tensor, Any]:
+        arrived = send.new_empty((sum(first.receives), *send.shape[1:]))
+        return arrived, _issue(send, arrived, first)
+
+    if not send.is_cuda:
+        arrived, work = start_first()
+        _c10d._register_work(out, _SecondStep(work, lambda: _issue(between(arrived), out, second)))
+        return out
+    current, relay = torch.cuda.current_stream(send.device), _relay_stream(send.device)
+    relay.wait_stream(current)
+    send.record_stream(relay)
+    with torch.cuda.stream(relay):
+        arrived, work = start_first()
+        work.wait()  # of the stream, not of the host
+        onwards = between(arrived)
+        onwards.record_stream(current)  # which waits for the second exchange, and may free these rows then
+        _c10d._register_work(out, _issue(onwards, out, second))
+    return out
+
+
+@functools.cache
+def _relay_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _check_splits(device: torch.device, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> None:
@@ -63,24 +123,54 @@ def _start_cast(x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_rec
     comm = comm_plan_of(plan, stage)
     if x.shape[0] != comm.num_rows:
         raise ValueError(f"x must have {comm.num_rows} rows as the plan says, got {x.shape[0]}")
-    send = torch.ops.torch_magi.range_gather(x, comm.send_ranges_on(x.device), comm.num_sent)
-    return all_to_all(send, comm.num_received, comm.input_split_sizes, comm.output_split_sizes, group_name)
+    check_levels(comm, group_name)
+    names = group_name.split(LEVELS)
+    send = _gather(x, comm)
+    first = Step(comm.input_split_sizes, comm.output_split_sizes, names[0])
+    intra = comm.intra
+    if intra is None:
+        return all_to_all(send, comm.num_received, first)
+    second = Step(intra.input_split_sizes, intra.output_split_sizes, names[1])
+    return two_all_to_alls(send, comm.num_received, first, lambda rows: _gather(rows, intra), second)
 
 
 def _start_reduce(
-    x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_returned: int, group_name: str
+    x: Tensor, after: Tensor | None, plan: Plan, stage: int, merge: bool, num_returned: int, group_name: str
 ) -> Tensor:
     comm = comm_plan_of(plan, stage)
     if x.shape[0] != comm.num_received:
         raise ValueError(f"x must have {comm.num_received} rows as the plan says, got {x.shape[0]}")
-    return all_to_all(x.contiguous(), comm.num_sent, comm.output_split_sizes, comm.input_split_sizes, group_name)
+    check_levels(comm, group_name)
+    names = group_name.split(LEVELS)
+    last = Step(comm.output_split_sizes, comm.input_split_sizes, names[0])
+    intra = comm.intra
+    if intra is None:
+        return all_to_all(x.contiguous(), comm.num_sent, last)
+    first = Step(intra.output_split_sizes, intra.input_split_sizes, names[1])
+    combine = _merge_packed if merge else _add
+    return two_all_to_alls(x.contiguous(), comm.num_sent, first, lambda rows: combine(rows, intra), last)
+
+
+def _gather(x: Tensor, comm: CommPlan) -> Tensor:
+    rows: Tensor = torch.ops.torch_magi.range_gather(x, comm.send_ranges_on(x.device), comm.num_sent)
+    return rows
+
+
+def _add(x: Tensor, comm: CommPlan) -> Tensor:
+    added: Tensor = torch.ops.torch_magi.range_scatter_add(x, comm.send_ranges_on(x.device), comm.num_rows)
+    return added
+
+
+def _merge_packed(rows: Tensor, comm: CommPlan) -> Tensor:
+    x, lse = detach(rows, 1, torch.promote_types(rows.dtype, torch.float32))
+    out, lse = _merge_returned(x, lse, comm, comm.num_rows)
+    return attach(out, [lse], rows.dtype)
 
 
 def _add_returned(x: Tensor, plan: Plan, stage: int, num_rows: int) -> Tensor:
     comm = comm_plan_of(plan, stage)
     _check_rows(comm, num_rows)
-    added: Tensor = torch.ops.torch_magi.range_scatter_add(x, comm.send_ranges_on(x.device), comm.num_rows)
-    return added
+    return _add(x, comm)
 
 
 def _check_rows(comm: CommPlan, num_rows: int) -> None:
@@ -102,9 +192,9 @@ def _merge_returned(x: Tensor, lse: Tensor, plan: CommPlan, num_rows: int) -> tu
     return out / total.masked_fill(total == 0, 1.0)[..., None], top + total.log()
 
 
-def _fake_start(x: Tensor, after: Tensor | None, plan: object, stage: int, rows: int, group_name: str) -> Tensor:
+def _fake_start(x: Tensor, after: Tensor | None, plan: object, stage: int, *rest: Any) -> Tensor:
     lowerings.register()
-    return x.new_empty((rows, *x.shape[1:]))
+    return x.new_empty((rest[-2], *x.shape[1:]))
 
 
 def _fake_add(x: Tensor, plan: object, stage: int, num_rows: int) -> Tensor:
@@ -116,10 +206,10 @@ def _fake_merge(x: Tensor, lse: Tensor, plan: object, num_rows: int) -> tuple[Te
 
 
 for _suffix, _type in (("", ATTN_PLAN), ("_rows", COMM_PLAN)):
-    for _name, _kernel in ((f"group_cast_all_to_all{_suffix}", _start_cast),
-                           (f"group_reduce_all_to_all{_suffix}", _start_reduce)):  # fmt: skip
+    for _name, _merge, _kernel in ((f"group_cast_all_to_all{_suffix}", "", _start_cast),
+                                   (f"group_reduce_all_to_all{_suffix}", "bool merge, ", _start_reduce)):  # fmt: skip
         lib.define(
-            f"{_name}(Tensor x, Tensor? after, {_type} plan, int stage, SymInt rows, str group_name) -> Tensor",
+            f"{_name}(Tensor x, Tensor? after, {_type} plan, int stage, {_merge}SymInt rows, str group_name) -> Tensor",
             tags=TAGS,
         )
         lib.impl(_name, _kernel, "CompositeExplicitAutograd")
@@ -153,7 +243,7 @@ def start_cast(
         x: [rows, ...]; the local rows.
         plan, stage: an AttnPlan and the stage whose exchange is meant, or a CommPlan (stage 0).
         num_received: rows that will arrive, from `plan_size`.
-        group_name: the process group; every rank of it must call.
+        group_name: the process group, or both groups of a mesh of nodes; every rank must call.
         after: a tensor that is not read, but must exist before. The backward passes its incoming gradient:
             without it a compiler would take the second exchange for the first and keep the rows instead.
 
@@ -165,19 +255,21 @@ def start_cast(
     return started
 
 
-def start_reduce(x: Tensor, plan: Plan, stage: int, num_sent: int, group_name: str) -> Tensor:
+def start_reduce(x: Tensor, plan: Plan, stage: int, num_sent: int, group_name: str, *, merge: bool = False) -> Tensor:
     """Start returning rows to the ranks that they came from: the adjoint of `start_cast`.
 
     Args:
         x: [num_received, ...]; one row for every row that `start_cast` received.
         plan, stage, group_name: as given to `start_cast`.
         num_sent: rows that `start_cast` sent, from `plan_size`.
+        merge: rows are attention with its lse, from `lse_columns.attach`: where nodes combine rows before they send
+            them back, merge them instead of adding them up.
 
     Returns:
-        [num_sent, ...]; to be read after `wait`, and summed by `add_returned`.
+        [num_sent, ...]; to be read after `wait`, and summed by `add_returned`, or merged by `merge_returned`.
     """
     op = _ops.group_reduce_all_to_all_rows if isinstance(plan, CommPlan) else _ops.group_reduce_all_to_all
-    started: Tensor = op(x, None, plan, stage, num_sent, group_name)
+    started: Tensor = op(x, None, plan, stage, merge, num_sent, group_name)
     return started
 
 

@@ -116,14 +116,15 @@ def group_cast(
         x: [comm_plan.num_rows, ...]; the local rows. Or several such tensors of one dtype, for example key and
             value, which then travel in one exchange.
         comm_plan: which rows go where; every rank holds its own part of the same exchange.
-        group: ProcessGroup, one-dimensional DeviceMesh or group name. Every rank of it must call, also one
-            with nothing to send or receive.
+        group: ProcessGroup, one-dimensional DeviceMesh or group name; for a plan from `hierarchical_comm_plan` a
+            DeviceMesh of shape (nodes, ranks per node). Every rank must call, also one with nothing to send or receive.
         comm_dtype: what rows, and in the backward their gradients, are rounded to while they travel; None: not
             rounded.
         reduce_dtype: of the sums in the backward, as in `group_reduce`.
 
     Returns:
-        [comm_plan.num_received, ...] in the dtype of `x`; the rows from rank 0 first. A tuple of them for several.
+        [comm_plan.num_received, ...] in the dtype of `x`; the rows from rank 0 first, or in the order of
+        `hierarchical_comm_plan`. A tuple of them for several.
 
     Raises:
         TypeError: if `comm_plan`, `group` or a dtype is something else, or several tensors differ in dtype.
@@ -143,7 +144,7 @@ def check_plan_and_group(comm_plan: CommPlan, group: Group) -> str:
     """Return the name of the group; TypeError or ValueError if it, or the plan, is not one."""
     if not isinstance(comm_plan, CommPlan):
         raise TypeError(f"comm_plan must be a CommPlan, got {type(comm_plan).__name__}; see CommPlan.from_splits")
-    return group_name_of(group, comm_plan.size)
+    return group_name_of(group, comm_plan.size, nodes=True)
 
 
 def tensors_of(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ def _merge(
     x: Tensor, lse: Tensor, plan: CommPlan, sent: int, rows: int, comm_dtype: Dtype, reduce_dtype: Dtype,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    back = wait(start_reduce(attach(x, [lse], comm_dtype), plan, 0, sent, group_name))
+    back = wait(start_reduce(attach(x, [lse], comm_dtype), plan, 0, sent, group_name, merge=True))
     x, lse = detach(back, 1, reduce_dtype)
     return merge_returned(x, lse, plan, rows)
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_magi.plan import CommPlan
+
 Group = dist.ProcessGroup | DeviceMesh | str
 
 
-def group_name_of(group: Group | None, cp_size: int | None) -> str:
+LEVELS = "|"  # between the names of the groups of a mesh of nodes: "between nodes|within the node"
+
+
+def group_name_of(group: Group | None, cp_size: int | None, *, nodes: bool = False) -> str:
     """Return the name of a process group of `cp_size` ranks; "" for a single rank without a group.
 
     Args:
         group: a ProcessGroup, a one-dimensional DeviceMesh, or the name of a group.
         cp_size: the number of ranks that the plan was made for; None: there is no plan, any number is right.
+        nodes: also take a DeviceMesh of shape (nodes, ranks per node). The result then names two groups.
 
     Raises:
         TypeError: if `group` is none of these.
@@ -27,12 +34,15 @@ def group_name_of(group: Group | None, cp_size: int | None) -> str:
             return ""
         raise TypeError(f"group must be given: the plan is for cp_size={cp_size} ranks, got None")
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+        if group.ndim == 2 and nodes:
+            group = LEVELS.join(group.get_group(dim).group_name for dim in range(2))
+        elif group.ndim != 1:
             raise ValueError(
                 f"a DeviceMesh must be one-dimensional, got dimensions {group.mesh_dim_names or group.ndim}; "
                 "pass mesh['cp'] or the like"
             )
-        group = group.get_group()
+        else:
+            group = group.get_group()
     if isinstance(group, str):
         name = group
     elif isinstance(group, dist.ProcessGroup):
@@ -40,10 +50,33 @@ def group_name_of(group: Group | None, cp_size: int | None) -> str:
     else:
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or a group name, got {type(group).__name__}")
     if cp_size is not None and not torch.compiler.is_compiling():
-        size = resolve_group(name).size()
+        size = math.prod(resolve_group(level).size() for level in name.split(LEVELS))
         if size != cp_size:
             raise ValueError(f"the plan is for cp_size={cp_size} ranks, but group {name!r} has {size}")
     return name
+
+
+def check_levels(comm: CommPlan, name: str) -> None:
+    """Raise ValueError if one or two groups are named where the plan has two steps or one, or others than it has."""
+    if comm.intra is None:
+        if LEVELS in name:
+            raise ValueError(
+                "a DeviceMesh must be one-dimensional for a plan without ranks_per_node, got a two-dimensional one; "
+                "pass mesh['cp'] or the like"
+            )
+        return
+    if LEVELS not in name:
+        raise ValueError(
+            f"a plan with ranks_per_node needs a DeviceMesh of shape (nodes, ranks_per_node), got the group {name!r}"
+        )
+    inter, intra = (resolve_group(level) for level in name.split(LEVELS))
+    found = inter.size(), intra.size(), inter.rank() * intra.size() + intra.rank()
+    wanted = comm.size // comm.intra.size, comm.intra.size, comm.rank
+    if found != wanted:
+        raise ValueError(
+            f"the plan is for rank {wanted[2]} of a mesh of shape {wanted[:2]} (nodes, ranks per node), node by node, "
+            f"got rank {found[2]} of one of shape {found[:2]}"
+        )
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

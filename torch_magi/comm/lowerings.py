@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from torch_magi.comm.groups import LEVELS
+
 START_OPS: list[Any] = []  # operator packets, filled by comm.exchange
 # What an exchange is taken to bring, in rows, where its time is estimated. How many it does bring is in the plan,
 # which differs from rank to rank; the estimate must not.
@@ -97,7 +99,9 @@ def _estimate_starts() -> None:
             return estimate(node)
         rows = node.inputs[0].layout
         row_bytes = math.prod(int(size) for size in rows.size[1:]) * rows.dtype.itemsize
-        if comm_analysis.get_collective_group_size(node) <= 8:  # as torch counts the ranks of a node
+        names = str(node.constant_args[-1])
+        # A mesh of nodes has two names; else as torch counts the ranks of a node.
+        if LEVELS not in names and comm_analysis.get_collective_group_size(node) <= 8:
             gigabytes_per_s = config.intra_node_bw or NVLINK
         else:
             gigabytes_per_s = config.inter_node_bw or INFINIBAND

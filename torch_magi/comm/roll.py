@@ -8,7 +8,7 @@ import torch
 
 from torch_magi.comm import lowerings
 from torch_magi.comm.dispatch import check_plan
-from torch_magi.comm.exchange import all_to_all, wait
+from torch_magi.comm.exchange import Step, all_to_all, wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.masks.ranges import Integers, int_array
 from torch_magi.ops._library import TAGS, lib
@@ -29,7 +29,7 @@ def _start_roll(x: Tensor, plan: AttnPlan, shift: int, wrap: bool, group_name: s
     send = torch.ops.torch_magi.range_gather(x, comm.send_ranges_on(x.device), comm.num_sent)
     if comm.size == 1:
         return torch.cat([send, send.new_empty((comm.num_rows - comm.num_sent, *x.shape[1:]))])
-    return all_to_all(send, comm.num_rows, comm.input_split_sizes, comm.output_split_sizes, group_name)
+    return all_to_all(send, comm.num_rows, Step(comm.input_split_sizes, comm.output_split_sizes, group_name))
 
 
 def _place_rolled(arrived: Tensor, plan: AttnPlan, shift: int, fill: Number | None) -> Tensor:

@@ -5,35 +5,42 @@ from __future__ import annotations
 import numpy as np
 
 from torch_magi.plan.dispatch import DispatchPlan, IntArray
+from torch_magi.plan.hierarchy import in_two_steps
 from torch_magi.plan.types import CommPlan
 
 Received = list[tuple[IntArray, IntArray]]  # per rank: pieces and their segments, as in overlap.needed_keys
 
 
-def make_comm_plan(received: Received, dispatch: DispatchPlan, rank: int) -> CommPlan:
+def make_comm_plan(
+    received: Received, dispatch: DispatchPlan, rank: int, ranks_per_node: int | None = None
+) -> CommPlan:
     """Return the part of `rank` in an exchange.
 
     Args:
-        received: for every rank, the pieces it receives, grouped by owner in rank order.
+        received: for every rank, the pieces it receives, in the order of `overlap.split_into_stages`.
         dispatch: who holds which rows.
         rank: whose part.
+        ranks_per_node: for an exchange in two steps; None: in one.
     """
     segments = dispatch.segments
-    send, input_split_sizes = [], []
-    for pieces, index in received:
-        mine = segments[index, 2] == rank
-        where = segments[index[mine]]
-        local = pieces[mine] - where[:, :1] + where[:, 3:]
-        send.append(local)
-        input_split_sizes.append(int((local[:, 1] - local[:, 0]).sum()))
+
+    def ranges_of(source: int, target: int) -> IntArray:
+        pieces, index = received[target]
+        theirs = segments[index, 2] == source
+        where = segments[index[theirs]]
+        local: IntArray = pieces[theirs] - where[:, :1] + where[:, 3:]
+        return local
+
+    num_rows, size = dispatch.tokens_per_rank[rank], dispatch.cp_size
+    if ranks_per_node is not None:
+        return in_two_steps(ranges_of, num_rows, rank, size, ranks_per_node)
+    send = [ranges_of(rank, target) for target in range(size)]
     pieces, index = received[rank]
-    output_split_sizes = np.bincount(
-        segments[index, 2], weights=pieces[:, 1] - pieces[:, 0], minlength=dispatch.cp_size
-    )
+    output_split_sizes = np.bincount(segments[index, 2], weights=pieces[:, 1] - pieces[:, 0], minlength=size)
     return CommPlan(
-        np.concatenate(send) if send else np.zeros((0, 2), np.int64),
-        tuple(input_split_sizes),
+        np.concatenate(send),
+        tuple(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in send),
         tuple(int(n) for n in output_split_sizes),
-        num_rows=dispatch.tokens_per_rank[rank],
-        rank=rank,
+        num_rows,
+        rank,
     )

@@ -24,6 +24,9 @@ class PlanConfig:
             is computed. 0: one exchange, then one attention call over all keys. "auto": the number with which
             `cost` expects the slowest rank to be done first; a plan with another number of stages recompiles.
         uneven: let "min_heap" give ranks different numbers of chunks where that balances the area better.
+        ranks_per_node: ranks that share a fast network, for exchanges in two steps: between nodes each row travels
+            once to every node that needs it, and then on to the ranks of the node. Ranks are numbered node by node;
+            functions then take a DeviceMesh of shape (nodes, ranks_per_node). None: one step.
         cost: figures of the device and its links, for overlap_degree="auto".
 
     Raises:
@@ -34,6 +37,7 @@ class PlanConfig:
     dispatcher: Dispatcher = "min_heap"
     overlap_degree: int | Literal["auto"] = 1
     uneven: bool = False
+    ranks_per_node: int | None = None
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -41,6 +45,8 @@ class PlanConfig:
             raise ValueError(f"dispatcher must be one of {list(get_args(Dispatcher))}, got {self.dispatcher!r}")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive or None, got {self.chunk_size}")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node must be positive or None, got {self.ranks_per_node}")
         degree = self.overlap_degree
         if degree != "auto" and (not isinstance(degree, int) or degree < 0):
             raise ValueError(f"overlap_degree must be 0 or more, or 'auto', got {degree!r}")

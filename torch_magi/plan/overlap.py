@@ -14,14 +14,14 @@ from torch_magi.plan.dispatch import DispatchPlan, IntArray
 
 
 def intersect(ranges: IntArray, segments: IntArray) -> tuple[IntArray, IntArray]:
-    """Cut sorted disjoint ranges at the borders of sorted adjacent segments.
+    """Return the parts of disjoint ranges that lie in segments, cut at the segments' borders.
 
     Args:
-        ranges: int64 [n, 2].
-        segments: int64 [m, >= 2], sorted, each beginning where the one before ends.
+        ranges: int64 [n, 2], disjoint.
+        segments: int64 [m, >= 2], sorted and disjoint.
 
     Returns:
-        pieces int64 [p, 2], sorted; the index of each piece's segment, int64 [p].
+        pieces int64 [p, 2], in the order of the ranges; the index of each piece's segment, int64 [p].
     """
     if not len(ranges) or not len(segments):
         return np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
@@ -36,6 +36,16 @@ def intersect(ranges: IntArray, segments: IntArray) -> tuple[IntArray, IntArray]
     return pieces, index
 
 
+def merge_ranges(ranges: IntArray) -> IntArray:
+    """Return the union of ranges, int64 [n, 2], as sorted ranges that neither overlap nor touch."""
+    ranges = ranges[ranges[:, 0] < ranges[:, 1]]
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(ranges[:, 1])
+    first = np.flatnonzero(np.append(True, ranges[1:, 0] > ends[:-1])[: len(ranges)])
+    last = np.append(first[1:], len(ranges))[: len(first)] - 1
+    return np.stack([ranges[first, 0], ends[last]], 1)
+
+
 def needed_keys(bands: IntArray, dispatch: DispatchPlan, rank: int) -> tuple[IntArray, IntArray]:
     """Return the keys that `rank` needs, cut by owner: pieces int64 [p, 2], segment of each int64 [p]."""
     seen = _planner.key_ranges(bands, dispatch.ranges(rank))
@@ -43,21 +53,43 @@ def needed_keys(bands: IntArray, dispatch: DispatchPlan, rank: int) -> tuple[Int
 
 
 def split_into_stages(
-    bands: IntArray, dispatch: DispatchPlan, rank: int, overlap_degree: int
-) -> list[tuple[IntArray, IntArray]]:
-    """Return the pieces that `rank` receives in each exchange, as in `needed_keys`, grouped by owner.
+    bands: IntArray, dispatch: DispatchPlan, overlap_degree: int, ranks_per_node: int = 1
+) -> list[list[tuple[IntArray, IntArray]]]:
+    """Return the pieces that every rank receives in each exchange, as in `needed_keys`, by rank.
 
-    With `overlap_degree` 0 there is one exchange, and it holds the rank's own keys as well.
+    Pieces come in the order in which they arrive: by the owner's place in its node, then by node, then by row; with
+    one rank per node that is by owner. With `overlap_degree` 0 there is one exchange, and it holds the rank's own keys
+    as well. All ranks of a node receive a row in the same exchange, so that it has to come to the node only once.
     """
-    pieces, index = needed_keys(bands, dispatch, rank)
-    owner = dispatch.segments[index, 2]
+    nodes = range(0, dispatch.cp_size, ranks_per_node)
+    return [
+        stages
+        for first in nodes
+        for stages in _stages_of_node(bands, dispatch, overlap_degree, range(first, first + ranks_per_node))
+    ]
+
+
+def _stages_of_node(
+    bands: IntArray, dispatch: DispatchPlan, overlap_degree: int, ranks: range
+) -> list[list[tuple[IntArray, IntArray]]]:
+    needed = [needed_keys(bands, dispatch, rank) for rank in ranks]
     if overlap_degree == 0:
-        order = np.argsort(owner, kind="stable")
-        return [(pieces[order], index[order])]
-    remote = owner != rank
-    pieces, index, owner = pieces[remote], index[remote], owner[remote]
-    order = np.argsort((owner - rank) % dispatch.cp_size, kind="stable")
-    pieces, index = pieces[order], index[order]
+        return [[_in_order(pieces, dispatch, len(ranks))] for pieces, _ in needed]
+    remote = [pieces[dispatch.segments[i, 2] != rank] for rank, (pieces, i) in zip(ranks, needed, strict=True)]
+    if len(ranks) == 1:
+        return [[_in_order(part, dispatch, 1) for part in _cut(remote[0], dispatch, overlap_degree, ranks)]]
+    together, _ = intersect(merge_ranges(np.concatenate(remote)), dispatch.segments)
+    by_stage = _cut(together, dispatch, overlap_degree, ranks)
+    return [
+        [_in_order(intersect(pieces, merge_ranges(part))[0], dispatch, len(ranks)) for part in by_stage]
+        for pieces in remote
+    ]
+
+
+def _cut(pieces: IntArray, dispatch: DispatchPlan, overlap_degree: int, ranks: range) -> list[IntArray]:
+    """Return the pieces that come to a node, in stages of equal size; the rows of the next nodes come first."""
+    owner = dispatch.segments[_segments_of(pieces, dispatch), 2]
+    pieces = pieces[np.argsort((owner - ranks.start) % dispatch.cp_size, kind="stable")]
     ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
     total = int(ends[-1]) if len(ends) else 0
     stages = []
@@ -66,8 +98,18 @@ def split_into_stages(
         lo, hi = total * stage // overlap_degree, total * (stage + 1) // overlap_degree
         begins = ends - (pieces[:, 1] - pieces[:, 0])
         cut = np.stack([pieces[:, 0] + np.maximum(lo - begins, 0), pieces[:, 1] - np.maximum(ends - hi, 0)], 1)
-        keep = cut[:, 0] < cut[:, 1]
-        cut, cut_index = cut[keep], index[keep]
-        order = np.argsort(dispatch.segments[cut_index, 2], kind="stable")
-        stages.append((cut[order], cut_index[order]))
+        stages.append(cut[cut[:, 0] < cut[:, 1]])
     return stages
+
+
+def _in_order(pieces: IntArray, dispatch: DispatchPlan, per_node: int) -> tuple[IntArray, IntArray]:
+    """Return pieces, each of one segment, in the order in which they arrive, and their segments."""
+    index = _segments_of(pieces, dispatch)
+    owner = dispatch.segments[index, 2]
+    nodes = dispatch.cp_size // per_node
+    order = np.argsort(owner % per_node * nodes + owner // per_node, kind="stable")
+    return pieces[order], index[order]
+
+
+def _segments_of(pieces: IntArray, dispatch: DispatchPlan) -> IntArray:
+    return np.searchsorted(dispatch.segments[:, 0], pieces[:, 0], side="right") - 1

@@ -14,7 +14,7 @@ from torch_magi.plan.comm import make_comm_plan
 from torch_magi.plan.config import PlanConfig
 from torch_magi.plan.cost import RankWork, choose_overlap_degree
 from torch_magi.plan.dispatch import DispatchPlan, IntArray, chunk_edges, make_dispatch_plan
-from torch_magi.plan.overlap import needed_keys, split_into_stages
+from torch_magi.plan.overlap import merge_ranges, needed_keys, split_into_stages
 from torch_magi.plan.types import AttnPlan, CommPlan, StagePlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -65,6 +65,8 @@ def make_attn_plan(
     config = PlanConfig() if config is None else config
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     _check_sizes(num_heads_q, num_heads_kv, head_dim, head_dim_v, dtype, batch_size, cp_size, cp_rank)
+    if config.ranks_per_node is not None and cp_size % config.ranks_per_node:
+        raise ValueError(f"ranks_per_node must divide cp_size, {cp_size}, got {config.ranks_per_node}")
     if batch_size is not None:
         mask = repeat_mask(mask, batch_size)
     if cp_size > 1 and mask.shape[0] != mask.shape[1]:
@@ -77,10 +79,11 @@ def make_attn_plan(
         else make_dispatch_plan(mask.bands, mask.shape[0], cp_size, config)
     )
     heads, head_dims = (num_heads_q, num_heads_kv), (head_dim, head_dim_v)
-    stages, rows = _make_stages(mask, dispatch, cp_rank, config, heads, head_dims, dtype)
+    stages, rows, between = _make_stages(mask, dispatch, cp_rank, config, heads, head_dims, dtype)
     return AttnPlan(
         mask, heads, head_dims, dtype, torch.device(device or "cpu"), batch_size,
         cp_rank, config, dispatch, stages, _areas(mask, dispatch), rows,
+        comm_rows_between_nodes=between,
     )  # fmt: skip
 
 
@@ -93,10 +96,10 @@ def plan_on_dispatch(mask: AttnMask, plan: AttnPlan) -> AttnPlan:
     if mask.shape != plan.mask.shape:
         raise ValueError(f"the mask must have the shape of the plan's mask, {plan.mask.shape}, got {mask.shape}")
     heads, head_dims = (plan.num_heads_q, plan.num_heads_kv), (plan.head_dim, plan.head_dim_v)
-    stages, rows = _make_stages(mask, plan.dispatch, plan.cp_rank, plan.config, heads, head_dims, plan.dtype)
+    stages, rows, between = _make_stages(mask, plan.dispatch, plan.cp_rank, plan.config, heads, head_dims, plan.dtype)
     return AttnPlan(
         mask, heads, head_dims, plan.dtype, plan.device, plan.batch_size, plan.cp_rank, plan.config, plan.dispatch,
-        stages, _areas(mask, plan.dispatch), rows, plan.cu_seqlens,
+        stages, _areas(mask, plan.dispatch), rows, plan.cu_seqlens, between,
     )  # fmt: skip
 
 
@@ -139,27 +142,43 @@ def _areas(mask: AttnMask, dispatch: DispatchPlan) -> tuple[int, ...]:
 def _make_stages(
     mask: AttnMask, dispatch: DispatchPlan, rank: int, config: PlanConfig, heads: tuple[int, int],
     head_dims: tuple[int, int], dtype: torch.dtype,
-) -> tuple[tuple[StagePlan, ...], tuple[int, ...]]:  # fmt: skip
-    """Return the stages of `rank`, and the key rows that every rank receives from others."""
+) -> tuple[tuple[StagePlan, ...], tuple[int, ...], int | None]:  # fmt: skip
+    """Return the stages of `rank`, the key rows that every rank receives from others, and those between nodes."""
     rows = dispatch.ranges(rank)
     if dispatch.cp_size == 1:
-        return (StagePlan(mask, None),), (0,)
+        return (StagePlan(mask, None),), (0,), None if config.ranks_per_node is None else 0
     degree = config.overlap_degree
     if degree == "auto":
         works = _works(mask, dispatch, 2 * heads[0] * sum(head_dims), heads[1] * sum(head_dims) * dtype.itemsize)
         degree = choose_overlap_degree(works, config.cost)
-    received = [split_into_stages(mask.bands, dispatch, r, degree) for r in range(dispatch.cp_size)]
+    received = split_into_stages(mask.bands, dispatch, degree, config.ranks_per_node or 1)
     stages = [StagePlan(local_mask(mask, rows, rows), None)] if degree else []
     for exchange in range(max(degree, 1)):
         arriving = [per_rank[exchange] for per_rank in received]
-        comm: CommPlan = make_comm_plan(arriving, dispatch, rank)
+        comm: CommPlan = make_comm_plan(arriving, dispatch, rank, config.ranks_per_node)
         stages.append(StagePlan(local_mask(mask, rows, arriving[rank][0]), comm))
     owner = dispatch.segments[:, 2]
     from_others = tuple(
         sum(int((p[owner[i] != r, 1] - p[owner[i] != r, 0]).sum()) for p, i in received[r])
         for r in range(dispatch.cp_size)
     )
-    return tuple(stages), from_others
+    return tuple(stages), from_others, _rows_between_nodes(received, dispatch, config.ranks_per_node)
+
+
+def _rows_between_nodes(
+    received: list[list[tuple[IntArray, IntArray]]], dispatch: DispatchPlan, ranks_per_node: int | None
+) -> int | None:
+    """Return the rows that come to every node from others, each once in an exchange; None if there are no nodes."""
+    if ranks_per_node is None:
+        return None
+    rows = 0
+    for first in range(0, dispatch.cp_size, ranks_per_node):
+        for exchange in zip(*received[first : first + ranks_per_node], strict=True):
+            owners = [dispatch.segments[index, 2] // ranks_per_node for _, index in exchange]
+            foreign = [p[owner != first // ranks_per_node] for (p, _), owner in zip(exchange, owners, strict=True)]
+            once = merge_ranges(np.concatenate(foreign))
+            rows += int((once[:, 1] - once[:, 0]).sum())
+    return rows
 
 
 def _works(mask: AttnMask, dispatch: DispatchPlan, flops_of_pair: int, bytes_of_row: int) -> list[RankWork]:

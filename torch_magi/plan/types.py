@@ -74,6 +74,12 @@ class CommPlan(Frozen):
         output_split_sizes: how many rows come from each rank.
         num_rows: rows of the local tensor.
         rank, size: the rank whose part this is, of how many.
+        intra: None, or the second of two steps (plan/hierarchy.py). What is above is then the first step, in which
+            a row goes to every node that needs it: "rank" reads "node" in the splits. `intra` takes what has arrived
+            on to the ranks of the node.
+        copied_ranges: int64 [n, 2]; ranges of local rows, once for every rank that receives them in the end.
+        num_sent: rows that are sent (in the first step).
+        num_received: rows that arrive in the end.
     """
 
     def __init__(
@@ -83,6 +89,8 @@ class CommPlan(Frozen):
         output_split_sizes: tuple[int, ...],
         num_rows: int,
         rank: int,
+        intra: CommPlan | None = None,
+        copied_ranges: IntArray | None = None,
     ) -> None:
         self.send_ranges = np.ascontiguousarray(send_ranges, np.int64)
         self.send_ranges.setflags(write=False)
@@ -90,19 +98,23 @@ class CommPlan(Frozen):
         self.output_split_sizes = output_split_sizes
         self.num_rows = num_rows
         self.rank = rank
-        self.size = len(output_split_sizes)
+        self.intra = intra
+        self.copied_ranges = self.send_ranges if copied_ranges is None else copied_ranges
+        self.size: int = len(output_split_sizes) * (1 if intra is None else intra.size)
         self.num_sent = sum(input_split_sizes)
-        self.num_received = sum(output_split_sizes)
+        self.num_received: int = sum(output_split_sizes) if intra is None else intra.num_received
         self._freeze()
 
     def __reduce__(self) -> tuple[Any, ...]:
         splits = (self.input_split_sizes, self.output_split_sizes)
-        return (CommPlan, (self.send_ranges, *splits, self.num_rows, self.rank))
+        second = (self.intra, None if self.intra is None else self.copied_ranges)
+        return (CommPlan, (self.send_ranges, *splits, self.num_rows, self.rank, *second))
 
     @property
     def rows_from_others(self) -> int:
-        """Rows that arrive from other ranks."""
-        return self.num_received - self.output_split_sizes[self.rank]
+        """Rows that arrive from other ranks, or, in the first of two steps, from other nodes."""
+        mine = self.rank if self.intra is None else self.rank // self.intra.size
+        return sum(self.output_split_sizes) - self.output_split_sizes[mine]
 
     def send_ranges_on(self, device: torch.device) -> torch.Tensor:
         """`send_ranges` as an int64 [n, 2] tensor on `device`, uploaded once."""
@@ -111,21 +123,17 @@ class CommPlan(Frozen):
 
     def send_rows_on(self, device: torch.device) -> torch.Tensor:
         """The rows in `send_ranges`, int64 [num_sent], on `device`, uploaded once."""
-        made: torch.Tensor = self._tensors.get(("rows", device), lambda: self._send_rows().to(device))
+        made: torch.Tensor = self._tensors.get(("rows", device), lambda: rows_in(self.send_ranges).to(device))
         return made
 
     def num_copies_on(self, device: torch.device) -> torch.Tensor:
-        """How often each local row is sent, int64 [num_rows], on `device`, uploaded once."""
+        """How many ranks receive each local row, int64 [num_rows], on `device`, uploaded once."""
 
         def make() -> torch.Tensor:
-            return torch.bincount(self._send_rows(), minlength=self.num_rows).to(device)
+            return torch.bincount(rows_in(self.copied_ranges), minlength=self.num_rows).to(device)
 
         made: torch.Tensor = self._tensors.get(("copies", device), make)
         return made
-
-    def _send_rows(self) -> torch.Tensor:
-        rows = [np.arange(a, b) for a, b in self.send_ranges]
-        return torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, np.int64))
 
     @classmethod
     def from_splits(
@@ -168,12 +176,19 @@ class CommPlan(Frozen):
         )
 
     def __str__(self) -> str:
+        nodes = "" if self.intra is None else f"; within its node: {self.intra}"
         return (
             f"CommPlan(rank {self.rank}, {self.num_rows} rows: sends {list(self.input_split_sizes)}, "
-            f"receives {list(self.output_split_sizes)})"
+            f"receives {list(self.output_split_sizes)}{nodes})"
         )
 
     __repr__ = __str__
+
+
+def rows_in(ranges: IntArray) -> torch.Tensor:
+    """Return the rows in ranges [n, 2], one range behind the other, as an int64 tensor."""
+    rows = [np.arange(a, b) for a, b in ranges]
+    return torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +283,8 @@ class AttnPlan(Frozen):
         stages: the attention calls of this rank.
         area_per_rank: visible pairs that each rank computes.
         comm_rows_per_rank: key rows that each rank receives from others in one forward pass.
+        comm_rows_between_nodes: key rows that travel from one node to another in one forward pass, of all ranks
+            together; None where `config` says nothing of nodes.
         cu_seqlens: int64 [num_documents + 1]; where documents begin, for `roll` and `document_position_ids`. One
             document of everything, or one per element of a batch, unless set by `with_documents`.
     """
@@ -287,6 +304,7 @@ class AttnPlan(Frozen):
         area_per_rank: tuple[int, ...],
         comm_rows_per_rank: tuple[int, ...],
         cu_seqlens: IntArray | None = None,
+        comm_rows_between_nodes: int | None = None,
     ) -> None:
         self.mask = mask
         self.num_heads_q, self.num_heads_kv = heads
@@ -301,6 +319,7 @@ class AttnPlan(Frozen):
         self.stages = stages
         self.area_per_rank = area_per_rank
         self.comm_rows_per_rank = comm_rows_per_rank
+        self.comm_rows_between_nodes = comm_rows_between_nodes
         self.num_stages = len(stages)
         self.num_tokens_local = dispatch.tokens_per_rank[cp_rank]
         elements = 1 if batch_size is None else batch_size
@@ -404,8 +423,18 @@ class AttnPlan(Frozen):
             f"  area per rank {_brief(self.area_per_rank)}, imbalance {self.imbalance:.3f}",
             f"  rows received per rank {_brief(self.comm_rows_per_rank)}, {self.comm_bytes} bytes in all",
         ]
+        if self.comm_rows_between_nodes is not None:
+            lines.append(
+                f"  nodes of {self.config.ranks_per_node} ranks, {self.comm_rows_between_nodes} rows between nodes"
+            )
         for i, stage in enumerate(self.stages):
-            keys = "local keys" if stage.comm is None else f"keys from others: {stage.comm.rows_from_others}"
+            if stage.comm is None:
+                keys = "local keys"
+            elif stage.comm.intra is None:
+                keys = f"keys from others: {stage.comm.rows_from_others}"
+            else:
+                step, intra = stage.comm.rows_from_others, stage.comm.intra.rows_from_others
+                keys = f"rows from other nodes: {step}, then from ranks of the node: {intra}"
             lines.append(f"  stage {i}: {stage.mask.shape[0]} x {stage.mask.shape[1]}, area {stage.mask.area}, {keys}")
         return "\n".join(lines)
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_magi.masks import AttnMask
 from torch_magi.plan import AttnPlan, PlanConfig, make_attn_plan
@@ -353,22 +354,26 @@ def _attention_of_rank(
     tensors: dict[str, Tensor | None], call: dict[str, Any],
 ) -> tuple[Tensor, Results]:  # fmt: skip
     plan = make_attn_plan(mask, cp_rank=rank, **plan_options)
+    ranks_per_node = plan.config.ranks_per_node
+    where: dist.ProcessGroup | DeviceMesh = group
+    if ranks_per_node is not None:
+        where = init_device_mesh("cpu", (group.size() // ranks_per_node, ranks_per_node))
     rows = plan.position_ids
     local = {n: x if x is None or (n == "sink" and x.ndim == 2) else x[rows] for n, x in tensors.items()}
-    run = make_runner(attention_on(plan, group, **call))
+    run = make_runner(attention_on(plan, where, **call))
     results = run(local["query"], local["key"], local["value"], mask, sink=local["sink"], dout=local["dout"],
                   dlse=local["dlse"])  # fmt: skip
     return rows, results
 
 
 def attention_on(
-    plan: AttnPlan, group: dist.ProcessGroup | None, **options: Any
+    plan: AttnPlan, group: dist.ProcessGroup | DeviceMesh | None, **options: Any
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
     """Return a function for `reference.make_runner` that computes one rank's rows with a ready plan.
 
     Args:
         plan: this rank's.
-        group: of all ranks.
+        group: of all ranks; for a plan with `ranks_per_node` a mesh of shape (nodes, ranks_per_node).
         options: keyword arguments of `torch_magi.context_parallel_attn`.
     """
     from torch_magi.attention import AuxRequest, context_parallel_attn
