@@ -8,7 +8,6 @@ recognise them by that. Over a mesh of nodes an exchange has two steps (plan/hie
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch_magi.comm import lowerings
 from torch_magi.comm.groups import LEVELS, check_levels, resolve_group
 from torch_magi.comm.lse_columns import attach, detach
+from torch_magi.comm.symmetric import copy_stream, start_copies
 from torch_magi.ops._library import TAGS, lib
 from torch_magi.ops.plan_types import ATTN_PLAN, COMM_PLAN, comm_plan_of
 from torch_magi.plan import AttnPlan, CommPlan
@@ -40,8 +40,7 @@ class Step(NamedTuple):
 
 def _issue(send: Tensor, out: Tensor, step: Step) -> Any:
     """Start an all_to_all into the first rows of `out` and return its work."""
-    if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
-        _check_splits(send.device, *step)
+    _check_splits_in_debug_mode(send.device, step)
     into, group = out[: sum(step.receives)], resolve_group(step.group_name)
     return dist.all_to_all_single(into, send, list(step.receives), list(step.sends), group=group, async_op=True)
 
@@ -87,7 +86,7 @@ def two_all_to_alls(send: Tensor, rows: int, first: Step, between: Callable[[Ten
         arrived, work = start_first()
         _c10d._register_work(out, _SecondStep(work, lambda: _issue(between(arrived), out, second)))
         return out
-    current, relay = torch.cuda.current_stream(send.device), _relay_stream(send.device)
+    current, relay = torch.cuda.current_stream(send.device), copy_stream(send.device)
     relay.wait_stream(current)
     send.record_stream(relay)
     with torch.cuda.stream(relay):
@@ -99,15 +98,12 @@ def two_all_to_alls(send: Tensor, rows: int, first: Step, between: Callable[[Ten
     return out
 
 
-@functools.cache
-def _relay_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _check_splits(device: torch.device, sends: tuple[int, ...], receives: tuple[int, ...], name: str) -> None:
+def _check_splits_in_debug_mode(device: torch.device, step: Step) -> None:
     """Raise RuntimeError on every rank where one rank expects other rows than another sends."""
-    group = resolve_group(name)
-    mine = torch.tensor([sends, receives], device=device)
+    if _c10d.get_debug_level() != _c10d.DebugLevel.DETAIL:
+        return
+    group = resolve_group(step.group_name)
+    mine = torch.tensor([step.sends, step.receives], device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     sent, expected = torch.stack([x[0] for x in everyone]), torch.stack([x[1] for x in everyone]).T
@@ -125,9 +121,11 @@ def _start_cast(x: Tensor, after: Tensor | None, plan: Plan, stage: int, num_rec
         raise ValueError(f"x must have {comm.num_rows} rows as the plan says, got {x.shape[0]}")
     check_levels(comm, group_name)
     names = group_name.split(LEVELS)
-    send = _gather(x, comm)
     first = Step(comm.input_split_sizes, comm.output_split_sizes, names[0])
-    intra = comm.intra
+    if comm.moves is not None:
+        _check_splits_in_debug_mode(x.device, first)
+        return start_copies(x, comm.num_received, comm.moves.cast, comm, group_name)
+    send, intra = _gather(x, comm), comm.intra
     if intra is None:
         return all_to_all(send, comm.num_received, first)
     second = Step(intra.input_split_sizes, intra.output_split_sizes, names[1])
@@ -143,6 +141,9 @@ def _start_reduce(
     check_levels(comm, group_name)
     names = group_name.split(LEVELS)
     last = Step(comm.output_split_sizes, comm.input_split_sizes, names[0])
+    if comm.moves is not None:
+        _check_splits_in_debug_mode(x.device, last)
+        return start_copies(x, comm.num_sent, comm.moves.reduce, comm, group_name)
     intra = comm.intra
     if intra is None:
         return all_to_all(x.contiguous(), comm.num_sent, last)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from torch_magi.plan.cost import CostModel
 
+Transport = Literal["all_to_all", "symmetric_memory"]
 Dispatcher = Literal["sequential", "head_tail", "min_heap"]
 
 
@@ -27,6 +28,9 @@ class PlanConfig:
         ranks_per_node: ranks that share a fast network, for exchanges in two steps: between nodes each row travels
             once to every node that needs it, and then on to the ranks of the node. Ranks are numbered node by node;
             functions then take a DeviceMesh of shape (nodes, ranks_per_node). None: one step.
+        transport: how rows travel. "all_to_all": by the collective of the process group. "symmetric_memory": GPUs of
+            one node copy rows out of each other's memory, which packs nothing and holds no multiprocessor; it needs
+            torch's symmetric memory between all ranks.
         cost: figures of the device and its links, for overlap_degree="auto".
 
     Raises:
@@ -38,6 +42,7 @@ class PlanConfig:
     overlap_degree: int | Literal["auto"] = 1
     uneven: bool = False
     ranks_per_node: int | None = None
+    transport: Transport = "all_to_all"
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -47,6 +52,12 @@ class PlanConfig:
             raise ValueError(f"chunk_size must be positive or None, got {self.chunk_size}")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node must be positive or None, got {self.ranks_per_node}")
+        if self.transport not in get_args(Transport):
+            raise ValueError(f"transport must be one of {list(get_args(Transport))}, got {self.transport!r}")
+        if self.transport == "symmetric_memory" and self.ranks_per_node is not None:
+            raise ValueError(
+                f"transport='symmetric_memory' is for one node, without ranks_per_node, got {self.ranks_per_node}"
+            )
         degree = self.overlap_degree
         if degree != "auto" and (not isinstance(degree, int) or degree < 0):
             raise ValueError(f"overlap_degree must be 0 or more, or 'auto', got {degree!r}")

@@ -155,7 +155,7 @@ def _make_stages(
     stages = [StagePlan(local_mask(mask, rows, rows), None)] if degree else []
     for exchange in range(max(degree, 1)):
         arriving = [per_rank[exchange] for per_rank in received]
-        comm: CommPlan = make_comm_plan(arriving, dispatch, rank, config.ranks_per_node)
+        comm: CommPlan = make_comm_plan(arriving, dispatch, rank, config.ranks_per_node, config.transport)
         stages.append(StagePlan(local_mask(mask, rows, arriving[rank][0]), comm))
     owner = dispatch.segments[:, 2]
     from_others = tuple(

@@ -13,7 +13,7 @@ import copy
 import threading
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +64,29 @@ class Frozen(OpaqueBase):
         super().__setattr__(name, value)
 
 
+class Move(NamedTuple):
+    """Rows [first, last) of a rank's tensor, which become the rows from `at` on here."""
+
+    rank: int
+    first: int
+    last: int
+    at: int
+
+
+class Moves(NamedTuple):
+    """What a rank takes out of the memory of others.
+
+    Attributes:
+        cast: out of their local rows.
+        reduce: out of the rows that they return.
+        workspace_rows: the most rows that any rank has to show; the same on all ranks.
+    """
+
+    cast: tuple[Move, ...]
+    reduce: tuple[Move, ...]
+    workspace_rows: int
+
+
 class CommPlan(Frozen):
     """One rank's part of an exchange in which a row goes to every rank that needs it, and to no other.
 
@@ -77,6 +100,7 @@ class CommPlan(Frozen):
         intra: None, or the second of two steps (plan/hierarchy.py). What is above is then the first step, in which
             a row goes to every node that needs it: "rank" reads "node" in the splits. `intra` takes what has arrived
             on to the ranks of the node.
+        moves: None, or who reads which rows out of whose memory, where rows are not sent but fetched.
         copied_ranges: int64 [n, 2]; ranges of local rows, once for every rank that receives them in the end.
         num_sent: rows that are sent (in the first step).
         num_received: rows that arrive in the end.
@@ -91,6 +115,7 @@ class CommPlan(Frozen):
         rank: int,
         intra: CommPlan | None = None,
         copied_ranges: IntArray | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self.send_ranges = np.ascontiguousarray(send_ranges, np.int64)
         self.send_ranges.setflags(write=False)
@@ -99,6 +124,7 @@ class CommPlan(Frozen):
         self.num_rows = num_rows
         self.rank = rank
         self.intra = intra
+        self.moves = moves
         self.copied_ranges = self.send_ranges if copied_ranges is None else copied_ranges
         self.size: int = len(output_split_sizes) * (1 if intra is None else intra.size)
         self.num_sent = sum(input_split_sizes)
@@ -107,7 +133,7 @@ class CommPlan(Frozen):
 
     def __reduce__(self) -> tuple[Any, ...]:
         splits = (self.input_split_sizes, self.output_split_sizes)
-        second = (self.intra, None if self.intra is None else self.copied_ranges)
+        second = (self.intra, None if self.intra is None else self.copied_ranges, self.moves)
         return (CommPlan, (self.send_ranges, *splits, self.num_rows, self.rank, *second))
 
     @property
