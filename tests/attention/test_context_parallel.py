@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import torch_magi as magi
 from torch_magi import masks
@@ -136,6 +138,51 @@ def test_c33_grouped_heads_and_bytes() -> None:
     plan = magi.make_attn_plan(mask, 9, 3, 8, dtype=torch.float32, cp_size=2, config=magi.PlanConfig(chunk_size=1))
     assert plan.comm_bytes == plan.comm_rows * 3 * (8 + 8) * 4
     check(mask, 2, heads=(9, 3), config=magi.PlanConfig(chunk_size=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("degree", range(4))
+def test_c33_collectives_and_bytes_are_those_of_the_plan(degree: int, dtype: torch.dtype) -> None:
+    """An exchange a stage; backward one for the keys again and one for their float32 gradients; and nothing else."""
+    world, config = 4, magi.PlanConfig(chunk_size=3, overlap_degree=degree)
+    options: Any = {"head_dim_v": 6, "dtype": dtype, "cp_size": world, "config": config}
+    plans = [magi.make_attn_plan(masks.document([0, 13, 50]), 9, 3, 8, cp_rank=r, **options) for r in range(world)]
+    sent: list[int] = []
+    collectives: list[str] = []
+
+    def note_bytes(out: Tensor, rows: Tensor, receives: list[int], sends: list[int], **more: Any) -> Any:
+        to_others = sum(sends) - sends[dist.get_rank()]
+        sent.append(to_others * rows[:1].numel() * rows.element_size())
+        return all_to_all_single(out, rows, receives, sends, **more)
+
+    def note(collective: Any, group: Any) -> Any:
+        collectives.append(type(collective).__name__)
+        return start(collective, group)
+
+    def forward_and_backward(rank: int, group: dist.ProcessGroup, backward: bool) -> Tensor:
+        n = plans[rank].num_tokens_local
+        q, k, v = (torch.randn(n, h, d).to(dtype).requires_grad_() for h, d in ((9, 8), (3, 8), (3, 6)))
+        with torch.set_grad_enabled(backward):
+            out = magi.context_parallel_attn(q, k, v, plans[rank], group)
+        return torch.autograd.grad(out.sum(), q)[0] if backward else out
+
+    found = []
+    all_to_all_single, start = dist.all_to_all_single, ProcessLocalGroup._start_coll
+    with (
+        mock.patch.object(dist, "all_to_all_single", note_bytes),
+        mock.patch.object(ProcessLocalGroup, "_start_coll", note),
+    ):
+        for backward in (False, True):
+            sent.clear()
+            collectives.clear()
+            run_ranks(forward_and_backward, world, args=(backward,))
+            found.append((collectives.copy(), sum(sent)))
+    exchanges, numbers = max(degree, 1), plans[0].comm_rows * 3 * (8 + 6)
+    assert plans[0].comm_bytes == numbers * dtype.itemsize > 0
+    assert found == [
+        (["AllToAllBase"] * exchanges * world, plans[0].comm_bytes),
+        (["AllToAllBase"] * 3 * exchanges * world, 2 * plans[0].comm_bytes + numbers * 4),
+    ]
 
 
 def test_c38_softcap() -> None:
