@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._inductor import async_compile, scheduler
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,9 +38,11 @@ WORLD = 4
 WIDTH, HEADS, HEAD_DIM = 32, (4, 2, 2), 8
 
 
-def make_plan(rank: int, world: int = WORLD, degree: int = 2, dtype: torch.dtype = torch.float32) -> AttnPlan:
+def make_plan(
+    rank: int, world: int = WORLD, degree: int = 2, dtype: torch.dtype = torch.float32, **options: Any
+) -> AttnPlan:
     """Return a plan in which the first rank receives nothing, and each rank more than the one before."""
-    config = PlanConfig(chunk_size=16, dispatcher="sequential", overlap_degree=degree)
+    config = PlanConfig(chunk_size=16, dispatcher="sequential", overlap_degree=degree, **options)
     mask = masks.causal(64 * world)
     return magi.make_attn_plan(
         mask, HEADS[0], HEADS[1], HEAD_DIM, dtype=dtype, cp_size=world, cp_rank=rank, config=config
@@ -49,7 +52,7 @@ def make_plan(rank: int, world: int = WORLD, degree: int = 2, dtype: torch.dtype
 class Attention(nn.Module):
     """Projections, the queries' first, and attention over all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh) -> None:
         super().__init__()
         self.group = group
         self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, h * HEAD_DIM, bias=False) for h in HEADS)
@@ -115,8 +118,13 @@ def fake_group(rank: int) -> Iterator[dist.ProcessGroup]:
         torch._dynamo.reset()
 
 
-def generated_orders(rank: int, options: dict[str, Any] | None, degree: int = 2, layers: int = 0) -> tuple[str, str]:
-    """Return the order of operators of forward and backward: attention with its projections, or whole blocks."""
+def generated_orders(
+    rank: int, options: dict[str, Any] | None, degree: int = 2, layers: int = 0, nodes: int = 0
+) -> tuple[str, str]:
+    """Return the order of operators of forward and backward: attention with its projections, or whole blocks.
+
+    With `nodes`, exchanges have two steps.
+    """
 
     def nothing(*args: Any, **kwargs: Any) -> Callable[..., None]:
         return lambda *args: None
@@ -126,10 +134,13 @@ def generated_orders(rank: int, options: dict[str, Any] | None, degree: int = 2,
         mock.patch.object(async_compile.AsyncCompile, "cpp_pybinding", nothing),
         # the fake group refuses to send nothing where others send something
         mock.patch.object(exchange, "all_to_all", lambda x, rows, *rest: x.new_zeros((rows, *x.shape[1:]))),
+        mock.patch.object(exchange, "two_all_to_alls", lambda x, rows, *rest: x.new_zeros((rows, *x.shape[1:]))),
         inductor_config.patch(force_disable_caches=True, compile_threads=1),
     ):
-        plan = make_plan(rank, degree=degree)
-        blocks = [Block(group) for _ in range(layers)] if layers else [Attention(group)]
+        ranks_per_node = WORLD // nodes if nodes else None
+        plan = make_plan(rank, degree=degree, ranks_per_node=ranks_per_node)
+        where = init_device_mesh("cpu", (nodes, WORLD // nodes)) if nodes else group
+        blocks = [Block(group) for _ in range(layers)] if layers else [Attention(where)]
 
         def model(x: Tensor) -> Tensor:
             for block in blocks:
@@ -180,6 +191,10 @@ class OperatorOrder(expecttest.TestCase):
 cast cast cast ATTENTION wait ATTENTION reduce wait ATTENTION reduce wait ATTENTION reduce mm wait
 add wait add wait add mm mm mm mm mm""",
         )
+
+    def test_exchanges_in_two_steps_are_ordered_as_others(self) -> None:
+        for options in (None, magi.compile_options()):
+            self.assertEqual(generated_orders(1, options, nodes=2), generated_orders(1, options))
 
     def test_whole_blocks_by_default(self) -> None:
         forward, backward = generated_orders(1, None, layers=2)
