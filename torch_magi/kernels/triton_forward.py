@@ -110,7 +110,7 @@ def forward_kernel(
 
     q, k, v: [rows, heads, dim] with strides; hidden: [n_keys], not 0 for keys that no row sees; sink: one logit for
     each head, sink_row: 0, or the stride of rows. out: [rows, heads, dim_v]; lse: [rows, heads]; max_logits: [heads],
-    -inf before; part_*: [slots, groups, QUERIES(, dim_v)], the state of rows that several items share.
+    -inf before; part_*: [slots, groups, QUERIES(, dim_v)], the state of rows that several items share; without slots not used.
     """
     group, item = tl.program_id(0) // n_items, tl.program_id(0) % n_items
     at = items + item * 8
@@ -171,12 +171,7 @@ def forward_kernel(
         most = tl.where(used, most, float("-inf"))
         most = tl.max(tl.reshape(most, [QUERIES // PACK, PACK]), 0)
         tl.atomic_max(max_logits + group * PACK + tl.arange(0, PACK), most)
-    if part_top is None:
-        close_rows(
-            top, total, weighted, tokens, heads, used, sink, sink_row, out_before, lse_before, out, lse, num_heads,
-            DIM_V, BLOCK_V,
-        )  # fmt: skip
-    elif slot < 0:
+    if slot < 0:
         close_rows(
             top, total, weighted, tokens, heads, used, sink, sink_row, out_before, lse_before, out, lse, num_heads,
             DIM_V, BLOCK_V,
