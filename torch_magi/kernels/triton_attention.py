@@ -56,27 +56,27 @@ def forward(
     tile = tiles.choose_tile(tiles.FORWARD, (dim, dim_v), q.dtype, tiles.shared_memory(q.device))
     pack = tiles.heads_in_tile(heads, heads_kv, tile.queries)
     groups = heads // pack
-    work = work_list(part, "q", tile.queries // pack, tile.keys, 1, groups, q.device)
-    hidden = _mask_of(part.hidden("k", q.device))
+    work = work_list(part, "q", tile.queries // pack, tile.keys, q.device, groups)
     one_sink, sink_row = (None, 0) if sink is None else _one_sink(sink, rows, heads)
     before = [None if x is None else x.contiguous() for x in (out_before, lse_before)]
     out = q.new_empty((rows, heads, dim_v), dtype=torch.float32 if out_float32 else q.dtype)
     lse = q.new_empty((rows, heads), dtype=torch.float32)
     max_logits = q.new_full((heads if return_max_logits else 0,), -torch.inf, dtype=torch.float32)
-    shape = (work.num_slots, groups, tile.queries)
-    parts = [q.new_empty(s, dtype=torch.float32) for s in (shape, shape, (*shape, dim_v))]
+    slots = (work.num_slots, groups, tile.queries)
+    parts = [q.new_empty(s, dtype=torch.float32) for s in (slots, slots, (*slots, dim_v))]
+    shape = _shape_of(q, k, v, softcap)
     if not rows:
         return out, lse, max_logits
     with torch.cuda.device_of(q):
         forward_kernel[(len(work.items) * groups,)](
-            q, k, v, *work[:3], hidden, one_sink, *before, out, lse, max_logits if return_max_logits else None, *parts,
+            q, k, v, *work[:3], one_sink, *before, out, lse, max_logits if return_max_logits else None, *parts,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], sink_row, len(work.items), len(k), heads, scale, softcap,
-            **_shape_of(q, k, v, softcap), **_tile_of(tile, pack),
+            **shape, **_tile_of(tile, pack),
         )  # fmt: skip
         if work.num_slots:
             join_kernel[(len(work.splits), groups)](
                 work.splits, *parts, one_sink, *before, out, lse, sink_row, heads, PACK=pack, QUERIES=tile.queries,
-                DIM_V=dim_v, BLOCK_V=tiles.block_size(dim_v),
+                **{name: shape[name] for name in ("DIM_V", "BLOCK_V", "TWOS")},
             )  # fmt: skip
     return out, lse, max_logits
 
@@ -100,7 +100,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of one stage. Arguments as in `flex_attn_bwd`, checked before; `scale` is positive."""
     _check_sm_margin(sm_margin)
-    dout, q, k, v = (_addressable(x) for x in (dout.to(q.dtype), q, k, v))
+    dout, q, k, v = (_addressable(x) for x in (dout, q, k, v))
     (rows, heads, dim), heads_kv, dim_v = q.shape, k.shape[1], v.shape[2]
     shared = tiles.shared_memory(q.device)
     q_tile, k_tile = (
@@ -108,12 +108,11 @@ def backward(
     )
     pack = tiles.heads_in_tile(heads, heads_kv, min(q_tile.queries, k_tile.queries))
     groups, repeats = heads // pack, heads // heads_kv // pack
-    q_work = work_list(part, "q", q_tile.queries // pack, q_tile.keys, 1, groups, q.device)
-    k_work = work_list(part, "k", k_tile.keys, k_tile.queries // pack, repeats, heads_kv, q.device)
-    hidden_rows, hidden_keys = (_mask_of(part.hidden(side, q.device)) for side in "qk")
+    q_work = work_list(part, "q", q_tile.queries // pack, q_tile.keys, q.device)
+    k_work = work_list(part, "k", k_tile.keys, k_tile.queries // pack, q.device, heads_kv, repeats)
     dtype = torch.float32 if grad_float32 else q.dtype
     dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
-    lse_log2, delta = (q.new_empty((groups, rows, pack), dtype=torch.float32) for _ in range(2))
+    row_logit, delta = (q.new_empty((groups, rows, pack), dtype=torch.float32) for _ in range(2))
     slots = (k_work.num_slots, heads_kv, k_tile.keys)
     parts = [q.new_empty((*slots, d), dtype=torch.float32) for d in (dim, dim_v)]
     shape = _shape_of(q, k, v, softcap)
@@ -122,18 +121,18 @@ def backward(
     with torch.cuda.device_of(q):
         if rows:
             rows_kernel[(triton.cdiv(rows * pack, ROWS_TILE), groups)](
-                dout, out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous(), lse_log2, delta,
-                *dout.stride()[:2], rows, heads, PACK=pack, QUERIES=ROWS_TILE, DIM_V=dim_v, BLOCK_V=shape["BLOCK_V"],
+                dout, out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous(), row_logit, delta,
+                *dout.stride()[:2], rows, heads, PACK=pack, QUERIES=ROWS_TILE,
+                **{name: shape[name] for name in ("DIM_V", "BLOCK_V", "TWOS")},
             )  # fmt: skip
             queries_kernel[(len(q_work.items) * groups,)](
-                dout, q, k, v, lse_log2, delta, *q_work[:3], hidden_keys,
-                None if dq_before is None else dq_before.contiguous(), dq, *strides, len(q_work.items), *numbers,
-                **shape, **_tile_of(q_tile, pack),
+                dout, q, k, v, row_logit, delta, *q_work[:3], None if dq_before is None else dq_before.contiguous(), dq,
+                *strides, len(q_work.items), *numbers, **shape, **_tile_of(q_tile, pack),
             )  # fmt: skip
         if len(k):
             keys_kernel[(len(k_work.items) * heads_kv,)](
-                dout, q, k, v, lse_log2, delta, *k_work[:3], hidden_rows, dk, dv, *parts, *strides, len(k_work.items),
-                *numbers, **shape, **_tile_of(k_tile, pack),
+                dout, q, k, v, row_logit, delta, *k_work[:3], dk, dv, *parts, *strides, len(k_work.items), *numbers,
+                **shape, **_tile_of(k_tile, pack),
             )  # fmt: skip
         if k_work.num_slots:
             add_kernel[(len(k_work.splits), heads_kv)](
@@ -161,6 +160,7 @@ def _shape_of(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> dict[str, Any]
         "BLOCK": tiles.block_size(dim),
         "BLOCK_V": tiles.block_size(dim_v),
         "PRECISION": "ieee",  # of products of float32; TF32 has 10 bits
+        "TWOS": q.dtype != torch.float32,
     }
 
 
@@ -177,10 +177,6 @@ def _tile_of(tile: tiles.Tile, pack: int) -> dict[str, Any]:
 def _addressable(x: Tensor) -> Tensor:
     """Return a tensor whose rows have adjacent elements, and are not too far from each other."""
     return x if x.stride(2) == 1 and x.stride(0) < FARTHEST_ROW else x.contiguous()
-
-
-def _mask_of(hidden: Tensor | None) -> Tensor | None:
-    return None if hidden is None else hidden.view(torch.uint8)
 
 
 def _one_sink(sink: Tensor, rows: int, heads: int) -> tuple[Tensor, int]:

@@ -10,27 +10,27 @@ import triton
 import triton.language as tl
 
 from torch_magi.kernels.triton_common import (
-    LOG2E,
     band_columns,
     between,
-    is_used,
     load_tile,
+    power,
     shown_by,
     store_tile,
     tanh,
     tile_offsets,
+    to_logit,
 )
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def rows_kernel(
-    dout, out, lse, dlse, lse_log2, delta, dout_row, dout_head, n_rows, num_heads,
-    PACK: tl.constexpr, QUERIES: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
+    dout, out, lse, dlse, row_logit, delta, dout_row, dout_head, n_rows, num_heads,
+    PACK: tl.constexpr, QUERIES: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
-    """Compute lse in powers of two and delta of QUERIES pairs (row, head) of one group of heads.
+    """Compute lse as a logit and delta of QUERIES pairs (row, head) of one group of heads.
 
-    dout, out: [rows, heads, dim_v], out dense; lse, dlse: [rows, heads]. lse_log2, delta: [groups, rows, PACK]; inf and
-    0 where lse is -inf.
+    dout, out: [rows, heads, dim_v], out dense; lse, dlse: [rows, heads]. row_logit, delta: [groups, rows, PACK]; inf
+    and 0 where lse is -inf.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, QUERIES)
@@ -40,22 +40,21 @@ def rows_kernel(
     result = load_tile(out, tile_offsets(at, DIM_V, BLOCK_V), inside, DIM_V, BLOCK_V).to(tl.float32)
     at_dout = tokens.to(tl.int64) * dout_row + heads.to(tl.int64) * dout_head
     gradient = load_tile(dout, tile_offsets(at_dout, 1, BLOCK_V), inside, DIM_V, BLOCK_V).to(tl.float32)
-    # What out is exactly 0 for does not depend on dout, which may hold anything there.
-    term = tl.sum(tl.where(result == 0.0, 0.0, result * gradient), 1)
+    term = tl.sum(result * gradient, 1)
     logsum = tl.load(lse + at, mask=inside, other=float("-inf"))
     sees = logsum != float("-inf")
     if dlse is not None:
         term -= tl.load(dlse + at, mask=sees, other=0.0)
     place = (group.to(tl.int64) * n_rows + tokens) * PACK + row % PACK
-    tl.store(lse_log2 + place, tl.where(sees, logsum * LOG2E, float("inf")), mask=inside)
+    tl.store(row_logit + place, tl.where(sees, to_logit(logsum, TWOS), float("inf")), mask=inside)
     tl.store(delta + place, tl.where(sees, term, 0.0), mask=inside)
 
 
 @triton.jit
 def query_gradient(
-    dq, q, dout, lse_log2, delta, at_k, at_v, k_offsets, v_offsets, used, shown, factor, inner,
+    dq, q, dout, row_logit, delta, at_k, at_v, k_offsets, v_offsets, used, shown, factor, inner,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Return dq / scale of a tile of queries with what a tile of keys adds; arguments as of `attend`."""
     k = load_tile(at_k, k_offsets, used, DIM, BLOCK)
@@ -63,7 +62,7 @@ def query_gradient(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         scores = tanh(scores * inner)
-    weights = tl.exp2(scores * factor - lse_log2[:, None])
+    weights = power(scores * factor - row_logit[:, None], TWOS)
     ds = weights * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if SOFTCAP:
         ds *= 1.0 - scores * scores
@@ -74,10 +73,11 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=["n_items", "n_rows", "n_keys"])
 def queries_kernel(
-    dout, q, k, v, lse_log2, delta, items, runs, bands, hidden, dq_before, dq,
-    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, n_items, n_rows, n_keys, num_heads, scale, softcap,
-    SOFTCAP: tl.constexpr, HEADS_PER_KV: tl.constexpr, PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    dout, q, k, v, row_logit, delta, items, runs, bands, dq_before, dq,
+    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, n_items, n_rows, n_keys, num_heads, scale,
+    softcap, HEADS_PER_KV: tl.constexpr, PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one item for one group of PACK heads. Arguments as of `forward_kernel` and `rows_kernel`."""
     group, item = tl.program_id(0) // n_items, tl.program_id(0) % n_items
@@ -95,7 +95,7 @@ def queries_kernel(
     dout_rows = (row // PACK).to(tl.int64) * dout_row + (row % PACK).to(tl.int64) * dout_head
     dout_tile = load_tile(at_dout, tile_offsets(dout_rows, 1, BLOCK_V), inside, DIM_V, BLOCK_V)
     place = (group.to(tl.int64) * n_rows + tokens) * PACK + row % PACK
-    row_lse = tl.load(lse_log2 + place, mask=inside, other=float("inf"))
+    row_logits = tl.load(row_logit + place, mask=inside, other=float("inf"))
     row_delta = tl.load(delta + place, mask=inside, other=0.0)
 
     kv_head = (group * PACK // HEADS_PER_KV).to(tl.int64)
@@ -103,9 +103,9 @@ def queries_kernel(
     v += kv_head * v_head
     column = tl.arange(0, KEYS)
     k_offsets, v_offsets = tile_offsets(column, k_row, BLOCK), tile_offsets(column, v_row, BLOCK_V)
-    factor, inner = scale * LOG2E, 0.0
+    factor, inner = to_logit(scale, TWOS), 0.0
     if SOFTCAP:
-        factor, inner = softcap * LOG2E, scale / softcap
+        factor, inner = to_logit(softcap, TWOS), scale / softcap
     total = tl.zeros([QUERIES, BLOCK], tl.float32)
 
     for run in range(run_begin, first_partial):
@@ -113,8 +113,8 @@ def queries_kernel(
         for tile in range(n_tiles):
             start = (first + tile * KEYS).to(tl.int64)
             total = query_gradient(
-                total, q_tile, dout_tile, row_lse, row_delta, k + start * k_row, v + start * v_row,
-                k_offsets, v_offsets, None, None, factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION,
+                total, q_tile, dout_tile, row_logits, row_delta, k + start * k_row, v + start * v_row,
+                k_offsets, v_offsets, None, None, factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
             )  # fmt: skip
     for run in range(first_partial, run_end):
         first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
@@ -124,20 +124,20 @@ def queries_kernel(
             for tile in range(n_tiles):
                 start = first + tile * KEYS
                 total = query_gradient(
-                    total, q_tile, dout_tile, row_lse, row_delta, k + start.to(tl.int64) * k_row,
+                    total, q_tile, dout_tile, row_logits, row_delta, k + start.to(tl.int64) * k_row,
                     v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    is_used(hidden, start + column, n_keys), between(lo, hi, start + column),
-                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION,
+                    start + column < n_keys, between(lo, hi, start + column),
+                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
                 )  # fmt: skip
         else:
             for tile in range(n_tiles):
                 start = first + tile * KEYS
                 total = query_gradient(
-                    total, q_tile, dout_tile, row_lse, row_delta, k + start.to(tl.int64) * k_row,
+                    total, q_tile, dout_tile, row_logits, row_delta, k + start.to(tl.int64) * k_row,
                     v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    is_used(hidden, start + column, n_keys),
+                    start + column < n_keys,
                     shown_by(bands, band, band + n_bands, tokens, start + column),
-                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION,
+                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
                 )  # fmt: skip
 
     total *= scale
@@ -151,7 +151,7 @@ def queries_kernel(
 def key_gradients(
     state, k, v, at_q, at_dout, at_lse, at_delta, q_offsets, dout_offsets, used, shown, factor, inner,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
-    QUERIES: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, PRECISION: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Return dk / scale and dv of a tile of keys with what a tile of queries adds; tiles [keys, queries]."""
     dk, dv = state
@@ -159,14 +159,14 @@ def key_gradients(
     dout = load_tile(at_dout, dout_offsets, used, DIM_V, BLOCK_V)
     row = tl.arange(0, QUERIES)
     if used is None:
-        lse_log2, delta = tl.load(at_lse + row), tl.load(at_delta + row)
+        row_logit, delta = tl.load(at_lse + row), tl.load(at_delta + row)
     else:
-        lse_log2 = tl.load(at_lse + row, mask=used, other=float("inf"))
+        row_logit = tl.load(at_lse + row, mask=used, other=float("inf"))
         delta = tl.load(at_delta + row, mask=used, other=0.0)
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     if SOFTCAP:
         scores = tanh(scores * inner)
-    weights = tl.exp2(scores * factor - lse_log2[None, :])
+    weights = power(scores * factor - row_logit[None, :], TWOS)
     if shown is not None:
         weights = tl.where(shown, weights, 0.0)
     dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -180,15 +180,16 @@ def key_gradients(
 
 @triton.jit(do_not_specialize=["n_items", "n_rows", "n_keys"])
 def keys_kernel(
-    dout, q, k, v, lse_log2, delta, items, runs, bands, hidden, dk, dv, part_dk, part_dv,
-    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, n_items, n_rows, n_keys, num_heads, scale, softcap,
-    SOFTCAP: tl.constexpr, HEADS_PER_KV: tl.constexpr, PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    dout, q, k, v, row_logit, delta, items, runs, bands, dk, dv, part_dk, part_dv,
+    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, n_items, n_rows, n_keys, num_heads, scale,
+    softcap, HEADS_PER_KV: tl.constexpr, PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one item, a tile of keys, for one KV head.
 
-    hidden: [n_rows], not 0 for rows that see no key. part_*: float32 [slots, KV heads, KEYS, dim], dk and dv of keys
-    that several items share. The others as of `forward_kernel` and `rows_kernel`.
+    part_*: float32 [slots, KV heads, KEYS, dim], dk and dv of keys that several items share. The others as of
+    `forward_kernel` and `rows_kernel`.
     """
     kv_head, item = (tl.program_id(0) // n_items).to(tl.int64), tl.program_id(0) % n_items
     at = items + item * 8
@@ -208,15 +209,15 @@ def keys_kernel(
     q_rows = token.to(tl.int64) * q_row + (row % PACK).to(tl.int64) * q_head
     dout_rows = token.to(tl.int64) * dout_row + (row % PACK).to(tl.int64) * dout_head
     q_offsets, dout_offsets = tile_offsets(q_rows, 1, BLOCK), tile_offsets(dout_rows, 1, BLOCK_V)
-    factor, inner = scale * LOG2E, 0.0
+    factor, inner = to_logit(scale, TWOS), 0.0
     if SOFTCAP:
-        factor, inner = softcap * LOG2E, scale / softcap
+        factor, inner = to_logit(softcap, TWOS), scale / softcap
     state = (tl.zeros([KEYS, BLOCK], tl.float32), tl.zeros([KEYS, BLOCK_V], tl.float32))
 
     for part in range(HEADS_PER_KV // PACK):
         group = kv_head * (HEADS_PER_KV // PACK) + part
         at_q, at_dout = q + group * PACK * q_head, dout + group * PACK * dout_head
-        at_lse, at_delta = lse_log2 + group * n_rows * PACK, delta + group * n_rows * PACK
+        at_lse, at_delta = row_logit + group * n_rows * PACK, delta + group * n_rows * PACK
         for run in range(run_begin, first_partial):
             first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
             for tile in range(n_tiles):
@@ -224,7 +225,7 @@ def keys_kernel(
                 state = key_gradients(
                     state, k_tile, v_tile, at_q + start * q_row, at_dout + start * dout_row,
                     at_lse + start * PACK, at_delta + start * PACK, q_offsets, dout_offsets, None, None,
-                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION,
+                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION, TWOS,
                 )  # fmt: skip
         for run in range(first_partial, run_end):
             first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
@@ -237,8 +238,8 @@ def keys_kernel(
                     state = key_gradients(
                         state, k_tile, v_tile, at_q + start * q_row, at_dout + start * dout_row,
                         at_lse + start * PACK, at_delta + start * PACK, q_offsets, dout_offsets,
-                        is_used(hidden, begin + token, n_rows), between(lo, hi, begin + token),
-                        factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION,
+                        begin + token < n_rows, between(lo, hi, begin + token),
+                        factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION, TWOS,
                     )  # fmt: skip
             else:
                 for tile in range(n_tiles):
@@ -247,9 +248,9 @@ def keys_kernel(
                     state = key_gradients(
                         state, k_tile, v_tile, at_q + start * q_row, at_dout + start * dout_row,
                         at_lse + start * PACK, at_delta + start * PACK, q_offsets, dout_offsets,
-                        is_used(hidden, begin + token, n_rows),
+                        begin + token < n_rows,
                         shown_by(bands, band, band + n_bands, key0 + key, begin + token),
-                        factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION,
+                        factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION, TWOS,
                     )  # fmt: skip
 
     total_k, total_v = state

@@ -1,7 +1,10 @@
 """What the Triton kernels share.
 
 A tile of queries has rows for pairs (token, head), heads innermost: those of `PACK` query heads that share a KV
-head. Logits are handled in powers of two. Offsets within a tile are 32-bit, those of a tile 64-bit.
+head. Offsets within a tile are 32-bit, those of a tile 64-bit.
+
+Where TWOS, logits are those of powers of two: one multiply-add takes a product of q and k to its exponent. Of float32
+inputs they are natural, since another factor in lse would cost a rounding of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,21 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def power(logit, TWOS: tl.constexpr):
+    return tl.exp2(logit) if TWOS else tl.exp(logit)
+
+
+@triton.jit
+def to_logit(natural, TWOS: tl.constexpr):
+    return natural * LOG2E if TWOS else natural
+
+
+@triton.jit
+def to_natural(logit, TWOS: tl.constexpr):
+    return logit * LN2 if TWOS else logit
 
 
 @triton.jit
@@ -39,15 +57,6 @@ def shown_by(bands, begin, end, rows, columns):
         lo, hi = band_columns(bands, band, rows)
         shown = shown | between(lo, hi, columns)
     return shown
-
-
-@triton.jit
-def is_used(hidden, rows, count):
-    """Return for each row whether it lies before `count` and some pair uses it."""
-    used = rows < count
-    if hidden is not None:
-        used = used & (tl.load(hidden + rows, mask=used, other=1) == 0)
-    return used
 
 
 @triton.jit

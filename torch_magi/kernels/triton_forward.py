@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 
 from torch_magi.kernels.triton_common import (
-    LN2,
-    LOG2E,
     band_columns,
     between,
-    is_used,
     load_tile,
+    power,
     shown_by,
     store_tile,
     tanh,
     tile_offsets,
+    to_logit,
+    to_natural,
 )
 
 
@@ -23,7 +23,7 @@ from torch_magi.kernels.triton_common import (
 def attend(
     state, q, at_k, at_v, k_offsets, v_offsets, used, shown, factor, inner,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to the softmax of the rows of q (online softmax, arXiv:2205.14135).
 
@@ -49,8 +49,8 @@ def attend(
     reference = higher
     if shown is not None:
         reference = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores * factor - reference[:, None])
-    kept = tl.exp2(top - reference)
+    weights = power(scores * factor - reference[:, None], TWOS)
+    kept = power(top - reference, TWOS)
     total = total * kept + tl.sum(weights, 1)
     v = load_tile(at_v, v_offsets, used, DIM_V, BLOCK_V)
     weighted = tl.dot(weights.to(v.dtype), v, weighted * kept[:, None], input_precision=PRECISION)
@@ -60,30 +60,33 @@ def attend(
 @triton.jit
 def close_rows(
     top, total, weighted, tokens, heads, used, sink, sink_row, out_before, lse_before, out, lse, num_heads,
-    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
+    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Store the rows of a tile, joined with a sink and an earlier result over other keys."""
     at = tokens.to(tl.int64) * num_heads + heads
     highest = top
     if sink is not None:
-        sink_logit = tl.load(sink + tokens.to(tl.int64) * sink_row + heads, mask=used, other=float("-inf")) * LOG2E
+        sink_logit = tl.load(sink + tokens.to(tl.int64) * sink_row + heads, mask=used, other=float("-inf"))
+        sink_logit = to_logit(sink_logit, TWOS)
         highest = tl.maximum(highest, sink_logit)
     if lse_before is not None:
         before = tl.load(lse_before + at, mask=used, other=float("-inf"))
         # +inf: empty, see merge_state
-        logit_before = tl.where(before == float("inf"), float("-inf"), before * LOG2E)
+        logit_before = tl.where(before == float("inf"), float("-inf"), to_logit(before, TWOS))
         highest = tl.maximum(highest, logit_before)
     empty = highest == float("-inf")
     reference = tl.where(empty, 0.0, highest)
-    own = tl.exp2(top - reference)
+    own = power(top - reference, TWOS)
     total = total * own
     if sink is not None:
-        total += tl.exp2(sink_logit - reference)
+        total += power(sink_logit - reference, TWOS)
     if lse_before is not None:
-        earlier = tl.exp2(logit_before - reference)
+        earlier = power(logit_before - reference, TWOS)
         total += earlier
-    inverse = 1.0 / tl.where(empty, 1.0, total)
-    logsum = tl.where(empty, float("-inf"), (reference + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    total = tl.where(empty, 1.0, total)
+    inverse = 1.0 / total
+    logsum = reference + (tl.log2(total) if TWOS else tl.log(total))
+    logsum = tl.where(empty, float("-inf"), to_natural(logsum, TWOS))
     weighted = weighted * (own * inverse)[:, None]
     offsets = tile_offsets(at, DIM_V, BLOCK_V)
     if lse_before is not None:
@@ -100,17 +103,18 @@ def close_rows(
 
 @triton.jit(do_not_specialize=["n_items", "n_keys"])
 def forward_kernel(
-    q, k, v, items, runs, bands, hidden, sink, out_before, lse_before, out, lse, max_logits,
+    q, k, v, items, runs, bands, sink, out_before, lse_before, out, lse, max_logits,
     part_top, part_total, part_out, q_row, q_head, k_row, k_head, v_row, v_head, sink_row, n_items, n_keys, num_heads,
     scale, softcap,
-    SOFTCAP: tl.constexpr, HEADS_PER_KV: tl.constexpr, PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one item for one group of PACK heads.
 
-    q, k, v: [rows, heads, dim] with strides; hidden: [n_keys], not 0 for keys that no row sees; sink: one logit for
+    q, k, v: [rows, heads, dim] with strides; sink: one logit for
     each head, sink_row: 0, or the stride of rows. out: [rows, heads, dim_v]; lse: [rows, heads]; max_logits: [heads],
-    -inf before; part_*: [slots, groups, QUERIES(, dim_v)], the state of rows that several items share; without slots not used.
+    -inf before; part_*: [slots, groups, QUERIES(, dim_v)], the state of rows that several items share.
     """
     group, item = tl.program_id(0) // n_items, tl.program_id(0) % n_items
     at = items + item * 8
@@ -129,9 +133,9 @@ def forward_kernel(
     v += kv_head * v_head
     column = tl.arange(0, KEYS)
     k_offsets, v_offsets = tile_offsets(column, k_row, BLOCK), tile_offsets(column, v_row, BLOCK_V)
-    factor, inner = scale * LOG2E, 0.0
+    factor, inner = to_logit(scale, TWOS), 0.0
     if SOFTCAP:
-        factor, inner = softcap * LOG2E, scale / softcap
+        factor, inner = to_logit(softcap, TWOS), scale / softcap
     lowest = tl.full([QUERIES], float("-inf"), tl.float32)
     state = (lowest, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, BLOCK_V], tl.float32), lowest)
 
@@ -141,7 +145,7 @@ def forward_kernel(
             start = (first + tile * KEYS).to(tl.int64)
             state = attend(
                 state, q_tile, k + start * k_row, v + start * v_row, k_offsets, v_offsets, None, None, factor, inner,
-                SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION,
+                SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
             )  # fmt: skip
     for run in range(first_partial, run_end):
         first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
@@ -152,29 +156,29 @@ def forward_kernel(
                 start = first + tile * KEYS
                 state = attend(
                     state, q_tile, k + start.to(tl.int64) * k_row, v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    is_used(hidden, start + column, n_keys), between(lo, hi, start + column), factor, inner,
-                    SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION,
+                    start + column < n_keys, between(lo, hi, start + column), factor, inner,
+                    SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
                 )  # fmt: skip
         else:
             for tile in range(n_tiles):
                 start = first + tile * KEYS
                 state = attend(
                     state, q_tile, k + start.to(tl.int64) * k_row, v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    is_used(hidden, start + column, n_keys),
+                    start + column < n_keys,
                     shown_by(bands, band, band + n_bands, tokens, start + column), factor, inner,
-                    SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION,
+                    SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
                 )  # fmt: skip
 
     top, total, weighted, product = state
     if max_logits is not None:
-        most = product * scale if SOFTCAP else top * LN2
+        most = product * scale if SOFTCAP else to_natural(top, TWOS)
         most = tl.where(used, most, float("-inf"))
         most = tl.max(tl.reshape(most, [QUERIES // PACK, PACK]), 0)
         tl.atomic_max(max_logits + group * PACK + tl.arange(0, PACK), most)
     if slot < 0:
         close_rows(
             top, total, weighted, tokens, heads, used, sink, sink_row, out_before, lse_before, out, lse, num_heads,
-            DIM_V, BLOCK_V,
+            DIM_V, BLOCK_V, TWOS,
         )  # fmt: skip
     else:
         place = (slot.to(tl.int64) * (num_heads // PACK) + group) * QUERIES + row
@@ -186,7 +190,7 @@ def forward_kernel(
 @triton.jit
 def join_kernel(
     splits, part_top, part_total, part_out, sink, out_before, lse_before, out, lse, sink_row, num_heads,
-    PACK: tl.constexpr, QUERIES: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
+    PACK: tl.constexpr, QUERIES: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, TWOS: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of the rows of one split for one group of heads. Arguments as for `forward_kernel`."""
     split, group = tl.program_id(0), tl.program_id(1)
@@ -202,12 +206,12 @@ def join_kernel(
         other = tl.load(part_top + place)
         higher = tl.maximum(top, other)
         reference = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, added = tl.exp2(top - reference), tl.exp2(other - reference)
+        kept, added = power(top - reference, TWOS), power(other - reference, TWOS)
         total = total * kept + tl.load(part_total + place) * added
         tile = load_tile(part_out, tile_offsets(place, DIM_V, BLOCK_V), used, DIM_V, BLOCK_V)
         weighted = weighted * kept[:, None] + tile * added[:, None]
         top = higher
     close_rows(
         top, total, weighted, row0 + row // PACK, group * PACK + row % PACK, used, sink, sink_row, out_before,
-        lse_before, out, lse, num_heads, DIM_V, BLOCK_V,
+        lse_before, out, lse, num_heads, DIM_V, BLOCK_V, TWOS,
     )  # fmt: skip

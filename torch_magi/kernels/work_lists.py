@@ -35,27 +35,34 @@ class WorkList(NamedTuple):
 
 
 def work_list(
-    part: StagePlan, side: str, tile_rows: int, tile_cols: int, repeats: int, groups: int, device: torch.device
+    part: StagePlan,
+    side: str,
+    tile_rows: int,
+    tile_cols: int,
+    device: torch.device,
+    groups: int | None = None,
+    repeats: int = 1,
 ) -> WorkList:
     """Return the work list of a stage, made on first use and kept.
 
     Args:
         side, tile_rows, tile_cols: as in `StagePlan.tile_arrays`.
+        groups: how often the list is gone through, for different heads; None leaves long items whole.
         repeats: how often an item goes through its tiles, for different heads.
-        groups: how often the list is gone through, for different heads.
     """
 
     def make() -> WorkList:
         items, runs, bands = part.tile_arrays(side, tile_rows, tile_cols)
         splits = np.zeros((0, 4), np.int32)
-        most = choose_split(items[:, 4] * repeats, groups, count_multiprocessors(device))
-        if most is not None:
-            items, runs, splits = _planner.split_items(items, runs, tile_cols, max(most // repeats, 1))
+        if groups is not None:
+            most = choose_split(items[:, 4] * repeats, groups, count_multiprocessors(device))
+            if most is not None:
+                items, runs, splits = _planner.split_items(items, runs, tile_cols, max(most // repeats, 1))
         items, runs = full_runs_first(items, runs)
         tensors = [torch.from_numpy(a).to(device) for a in (items, runs, bands, splits)]
         return WorkList(tensors[0], tensors[1], tensors[2], tensors[3], int(splits[:, 3].sum()))
 
-    made: WorkList = part.cached(("work list", side, tile_rows, tile_cols, repeats, groups, device), make)
+    made: WorkList = part.cached(("work list", side, tile_rows, tile_cols, device, groups, repeats), make)
     return made
 
 

@@ -181,6 +181,7 @@ def _forward(
             q, scale = -q, -scale
         elif scale == 0:  # every logit is 0
             q, scale = torch.zeros_like(q), 1.0
+        v = _without(v, part.hidden("k", v.device))
         kernels = sm90 if chosen == "sm90" else _triton_kernels()
         found: tuple[Tensor, Tensor, Tensor] = kernels.forward(
             q, k, v, plan, part, sink, out_before, lse_before, scale, softcap, out_float32, return_max_logits,
@@ -224,6 +225,11 @@ def _backward(
     if chosen != "cpu":
         kernels = sm90 if chosen == "sm90" else _triton_kernels()
         factor = 1.0 if scale > 0 else -1.0 if scale < 0 else 0.0  # a scale of 0 is one of 0 * q
+        hidden_rows, hidden_keys = part.hidden("q", q.device), part.hidden("k", k.device)
+        q, k, v = _without(q, hidden_rows), _without(k, hidden_keys), _without(v, hidden_keys)
+        dout = dout.to(q.dtype)
+        if hidden_rows is not None:  # rows that see keys in other stages need theirs for the sink's gradient
+            dout = dout.masked_fill(hidden_rows[:, None, None] & (out == 0), 0.0)
         found: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.backward(
             dout, dlse, q if factor == 1 else q * factor, k, v, out, lse, dq_before if factor == 1 else None, plan,
             part, sink, abs(scale) or 1.0, softcap, grad_float32, sm_margin,
@@ -238,6 +244,11 @@ def _backward(
         dout, dlse, q, k, v, out, lse, *q_tiles, *k_tiles, sink, list(shapes), scale, softcap, grad_float32
     )
     return dq if dq_before is None else dq.add_(dq_before), dk, dv, dsink
+
+
+def _without(x: Tensor, hidden: Tensor | None) -> Tensor:
+    """Rows that take part in nothing may hold NaN, and 0 * NaN is NaN."""
+    return x if hidden is None else x.masked_fill(hidden[:, None, None], 0.0)
 
 
 def _fake_forward(

@@ -188,7 +188,6 @@ def forward(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one stage. Arguments as in `flex_attn_fwd`, checked before; `scale` is positive."""
-    v = _without(v, part.hidden("k", v.device))
     dim_v = v.shape[2]
     q, k, v = (_pad_head(x) for x in (q, k, v))
     if out_before is not None:
@@ -221,9 +220,6 @@ def backward(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of one stage. Arguments as in `flex_attn_bwd`, checked before; `scale` is positive."""
-    hidden_rows, hidden_keys = part.hidden("q", q.device), part.hidden("k", k.device)
-    q, dout = _without(q, hidden_rows), _without(dout.to(q.dtype), hidden_rows)
-    k, v = _without(k, hidden_keys), _without(v, hidden_keys)
     dim, dim_v = q.shape[2], v.shape[2]
     q, k, v, dout, out = (_pad_head(x) for x in (q, k, v, dout, out))
     if dq_before is not None:
@@ -236,11 +232,6 @@ def backward(
         grad_float32, sm_margin,
     )  # fmt: skip
     return dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dsink
-
-
-def _without(x: Tensor, hidden: Tensor | None) -> Tensor:
-    """Rows that take part in nothing may hold NaN, and 0 * NaN is NaN."""
-    return x if hidden is None else x.masked_fill(hidden[:, None, None], 0.0)
 
 
 def _pad_head(x: Tensor) -> Tensor:
