@@ -54,11 +54,16 @@ def untraced(fn: Function) -> Function:
     For what makes masks and plans: Dynamo would put torch in the place of NumPy, which fails on flags and views.
     """
 
+    disabled: Any = None
+
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # takes a second to import, and without it nothing is traced
-            return fn(*args, **kwargs)
-        return torch.compiler.disable(fn)(*args, **kwargs)
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:  # takes a second to import, and without it nothing is traced
+                return fn(*args, **kwargs)
+            disabled = torch.compiler.disable(fn)
+        return disabled(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = "make masks and plans outside and pass the plan in"  # type: ignore[attr-defined]

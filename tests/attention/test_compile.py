@@ -248,7 +248,6 @@ MASKS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("name", MASKS)
 def test_without_fullgraph_masks_are_made_and_planned_between_graphs(name: str) -> None:
     """What Dynamo makes of NumPy has no flags and other views, and failed with errors of its own."""
