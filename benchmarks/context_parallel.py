@@ -15,6 +15,7 @@ sequence alone. Leave NVLink multicast off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1) 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch._functorch.config as functorch_config
@@ -32,19 +33,25 @@ from torch.profiler import ProfilerActivity, profile
 
 import torch_magi as magi
 from torch_magi.masks import AttnMask
+from torch_magi.plan.config import Transport
 from torch_magi.testing import YARDSTICK_MASKS
 
 Tensor = torch.Tensor
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "varlen_block_causal")
+MODES = ("eager", "compiled")
+TRANSPORTS = get_args(Transport)
 SAME = 2e-2  # relative Frobenius error of bfloat16 results that are summed in another order
 Call = Callable[[], Any]
 
 
-def torch_magi_way(problem: Problem, overlap_degree: int | Literal["auto"], compiled: bool) -> Way:
+def torch_magi_way(
+    problem: Problem, overlap_degree: int | Literal["auto"], compiled: bool, transport: Transport
+) -> Way:
     """Return the way of this package, with so many stages."""
+    config = magi.PlanConfig(overlap_degree=overlap_degree, transport=transport)
     plan = magi.make_attn_plan(
         problem.mask, problem.heads_q, problem.heads_kv, problem.dim, dtype=problem.dtype, device=problem.device,
-        cp_size=problem.size, cp_rank=problem.rank, config=magi.PlanConfig(overlap_degree=overlap_degree),
+        cp_size=problem.size, cp_rank=problem.rank, config=config,
     )  # fmt: skip
 
     def attention(query: Tensor, key: Tensor, value: Tensor, plan: magi.AttnPlan) -> Tensor:
@@ -143,9 +150,10 @@ def error_of(run: Run, truth: list[Tensor], problem: Problem) -> float:
 def ways_of(given: argparse.Namespace) -> dict[str, Callable[[Problem], Way]]:
     """Return what is compared, by name."""
     ways: dict[str, Callable[[Problem], Way]] = {}
-    for degree in (n if n == "auto" else int(n) for n in given.overlap.split(",")):
-        for mode in given.modes.split(","):
-            ways[f"torch_magi {mode} {degree}"] = lambda p, d=degree, m=mode: torch_magi_way(p, d, m == "compiled")
+    degrees = [n if n == "auto" else int(n) for n in given.overlap.split(",")]
+    for degree, mode, how in itertools.product(degrees, given.modes.split(","), given.transports.split(",")):
+        name = f"torch_magi {mode} {degree}" + (f" {how}" if how != "all_to_all" else "")
+        ways[name] = lambda p, d=degree, m=mode, t=how: torch_magi_way(p, d, m == "compiled", t)
     return ways | {name: PEERS[name] for name in given.peers.split(",") if name}
 
 
@@ -192,7 +200,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     """Return a row of the table as text."""
     lines = []
     for name, found in row["ways"].items():
-        head = f"{row['mask']:<20}{row['tokens']:>8}  {name:<24}"
+        head = f"{row['mask']:<20}{row['tokens']:>8}  {name:<40}"
         if "without" in found:
             lines.append(f"{head}without: {found['without']}")
             continue
@@ -213,14 +221,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", default="64,8", help="query heads, kv heads")
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
     parser.add_argument("--overlap", default="0,1,2,4,auto", help="overlap degrees")
-    parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="how rows travel")
     parser.add_argument("--peers", default=",".join(PEERS), help="of " + ", ".join(PEERS) + "; none: ''")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--trace", help="folder for a profile of rank 0 for each way, as a Chrome trace")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    for name, known in (("masks", YARDSTICK_MASKS), ("peers", PEERS), ("modes", ("eager", "compiled"))):
+    accepted = {"masks": YARDSTICK_MASKS, "peers": PEERS, "modes": MODES, "transports": TRANSPORTS}
+    for name, known in accepted.items():
         if unknown := [n for n in getattr(given, name).split(",") if n and n not in known]:
             parser.error(f"--{name}: no such {name[:-1]}: {', '.join(unknown)}; there are {', '.join(known)}")
     if "RANK" not in os.environ:

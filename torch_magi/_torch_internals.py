@@ -5,7 +5,10 @@ Inductor's part is in comm/lowerings.py, which is imported only where something 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +21,9 @@ except ImportError as error:
         "where they are expected; install torch 2.11 to 2.13"
     ) from error
 
-__all__ = ["OpaqueBase", "is_exporting", "register_reference_type"]
+__all__ = ["OpaqueBase", "is_exporting", "register_reference_type", "untraced"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_exporting() -> bool:
@@ -41,3 +46,25 @@ def register_reference_type(cls: type, constants: tuple[str, ...]) -> str:
         cls, typ="reference", guard_fn=guard, members={name: MemberType.USE_REAL for name in constants}
     )
     return get_opaque_type_name(cls)
+
+
+def untraced(fn: Function) -> Function:
+    """Let torch.compile break its graph at `fn` and run it as it is: `torch.compiler.disable`, imported when needed.
+
+    For what makes masks and plans: Dynamo would put torch in the place of NumPy, which fails on flags and views.
+    """
+
+    disabled: Any = None
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:  # takes a second to import, and without it nothing is traced
+                return fn(*args, **kwargs)
+            disabled = torch.compiler.disable(fn)
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = "make masks and plans outside and pass the plan in"  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]

@@ -238,6 +238,41 @@ class OperatorOrder(expecttest.TestCase):
         )
 
 
+MASKS = {
+    "document": lambda cu, matrix: masks.document(cu),
+    "ids": lambda cu, matrix: masks.from_document_ids([1, 1, 0, 2, 2, 1, 0, 0], padding_id=0),
+    "blocks": lambda cu, matrix: masks.block_causal(cu, 2) | masks.sliding_block(cu, 2, 1),
+    "block_matrix": lambda cu, matrix: masks.from_block_matrix(matrix[:4, :4], 2, 2, 8, 8),
+    "dense": lambda cu, matrix: AttnMask.from_dense(matrix),
+    "mask_mod": lambda cu, matrix: AttnMask.from_mask_mod(lambda b, h, q, k: q >= k, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_without_fullgraph_masks_are_made_and_planned_between_graphs(name: str) -> None:
+    """What Dynamo makes of NumPy has no flags and other views, and failed with errors of its own."""
+
+    def attend(x: Tensor, cu_seqlens: Tensor, matrix: Tensor, planned: bool) -> Tensor:
+        mask = MASKS[name](cu_seqlens, matrix)
+        plan = magi.make_attn_plan(mask, 1, 1, 8, dtype=x.dtype) if planned else mask
+        return magi.flex_flash_attn(x * 2, x, x, plan)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager")
+    inputs = torch.randn(8, 1, 8), torch.tensor([0, 3, 8]), torch.rand(8, 8) > 0.5
+    for planned in (False, True):
+        assert torch.equal(compiled(*inputs, planned), attend(*inputs, planned))
+
+
+def test_with_fullgraph_planning_is_refused() -> None:
+    torch._dynamo.reset()
+    x, mask = torch.randn(8, 1, 8), masks.causal(8)
+    with pytest.raises(Exception, match=r"a mask cannot be planned inside torch.compile; call make_attn_plan outside"):
+        torch.compile(magi.flex_flash_attn, fullgraph=True, backend="aot_eager")(x, x, x, mask)
+    with pytest.raises(Exception, match=r"make masks and plans outside and pass the plan in"):
+        torch.compile(lambda: magi.make_attn_plan(mask, 1, 1, 8), fullgraph=True, backend="aot_eager")()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_is_refused(strict: bool) -> None:
     class Model(torch.nn.Module):

@@ -132,8 +132,11 @@ def test_c15_mask_larger_than_the_tensors() -> None:
     q = torch.randn(1000, 2, 8)
     with pytest.raises(ValueError, match=r"query must have shape \[4096, 2, 8\] .* got \[1000, 2, 8\]"):
         magi.flex_flash_attn(q, q, q, plan)
-    with pytest.raises(ValueError, match=r"query must have shape \[4096, 2, 8\]"):
+    with pytest.raises(ValueError, match=r"the mask must have shape \(1000, 1000\), .* got \(4096, 4096\)"):
         magi.flex_flash_attn(q, q, q, masks.causal(4096))
+    batch = q.unflatten(0, (2, 500))
+    with pytest.raises(ValueError, match=r"shape \(1000, 1000\), .*, or that of one of 2 elements, got \(250, 500\)"):
+        magi.flex_flash_attn(batch, batch, batch, masks.full(250, 500))
 
 
 def test_c21_overlaps_count_once() -> None:
@@ -201,6 +204,14 @@ def test_c40_non_contiguous(dtype: torch.dtype) -> None:
     dense = run(q.contiguous(), k.contiguous(), v.contiguous(), mask, dout=dout.contiguous())
     for a, b in zip(strided, dense, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (2, 0)])
+def test_an_empty_batch_keeps_its_shape(sizes: tuple[int, int]) -> None:
+    rows = sizes[0] * sizes[1]
+    q = torch.randn(*sizes, 4, 8)
+    out, aux = magi.flex_flash_attn(q, q, q, masks.full(rows, rows), return_aux=magi.AuxRequest(lse=True))
+    assert out.shape == q.shape and aux.lse.shape == q.shape[:3]
 
 
 def test_a_batch_is_documents() -> None:

@@ -353,7 +353,7 @@ def test_refusals_across_ranks() -> None:
             lambda: hierarchical_comm_plan([[[], []], [[(0, 2)], []]], [2, 1], 0, 1),
             "send_rows of rank 1 must lie in [0, 1] and not be reversed, got (0, 2)",
         ),
-        (lambda: PlanConfig(ranks_per_node=0), "ranks_per_node must be positive or None, got 0"),
+        (lambda: PlanConfig(ranks_per_node=0), "ranks_per_node must be positive, got 0"),
         (
             lambda: magi.make_attn_plan(masks.causal(8), 1, 1, 8, cp_size=4, config=PlanConfig(ranks_per_node=3)),
             "ranks_per_node must divide cp_size, 4, got 3",

@@ -284,8 +284,17 @@ REFUSALS: list[tuple[str, type[Exception], str, Any]] = [
     (
         "chunk_size",
         ValueError,
-        "chunk_size must be positive or None, got 0",
+        "chunk_size must be positive, got 0",
         lambda: PlanConfig(chunk_size=0),
+    ),
+    ("chunk_size type", TypeError, "chunk_size must be an int, got 1.5", lambda: PlanConfig(chunk_size=1.5)),
+    ("node type", TypeError, "ranks_per_node must be an int, got '2'", lambda: PlanConfig(ranks_per_node="2")),
+    ("cost type", TypeError, "cost must be a CostModel, got dict", lambda: PlanConfig(cost={})),
+    (
+        "config type",
+        TypeError,
+        "config must be a PlanConfig or None, got dict",
+        lambda: make_attn_plan(MASK, 4, 2, 8, config={"chunk_size": 4}),
     ),
     (
         "overlap_degree",

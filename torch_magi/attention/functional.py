@@ -96,9 +96,13 @@ def _plan_of(mask_or_plan: AttnMask | AttnPlan, call: Call, query: Tensor) -> At
         raise TypeError(f"mask_or_plan must be an AttnMask or an AttnPlan, got {type(mask_or_plan).__name__}")
     if torch.compiler.is_compiling():
         raise TypeError("a mask cannot be planned inside torch.compile; call make_attn_plan outside and pass the plan")
-    batch = call.batch
-    if batch is not None and mask_or_plan.shape == (call.q.shape[0], call.k.shape[0]):
+    rows = (call.q.shape[0], call.k.shape[0])
+    batch = None if call.batch is None else call.batch[0]
+    if mask_or_plan.shape == rows:
         batch = None
+    elif batch is None or tuple(n * batch for n in mask_or_plan.shape) != rows:
+        found = "" if batch is None else f", or that of one of {batch} elements"
+        raise ValueError(f"the mask must have shape {rows}, the rows of query and key{found}, got {mask_or_plan.shape}")
     heads, head_dim = call.q.shape[1:]
     return make_attn_plan(
         mask_or_plan, heads, call.k.shape[1], head_dim, head_dim_v=call.v.shape[2], dtype=call.q.dtype,

@@ -26,7 +26,7 @@ class Call(NamedTuple):
     deterministic: bool
     backend: str
     sm_margin: int
-    batch: int | None  # B where the inputs were [B, S, heads, head_dim]
+    batch: tuple[int, int] | None  # B and S of a query [B, S, heads, head_dim]
 
 
 def prepare(
@@ -46,7 +46,7 @@ def prepare(
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     query, key, value = (_autocast(x) for x in (query, key, value))
     _check_tensors(query, key, value)
-    batch = query.shape[0] if query.ndim == 4 else None
+    batch = (query.shape[0], query.shape[1]) if query.ndim == 4 else None
     if batch is not None:
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     if scale is None:
@@ -71,13 +71,10 @@ def finish(
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Return what the caller asked for, in the form of the caller's tensors."""
     if call.batch is not None:
-        out = out.unflatten(0, (call.batch, -1)) if call.batch else out.reshape(0, 0, *out.shape[1:])
+        out, lse = out.unflatten(0, call.batch), lse.unflatten(0, call.batch)
     if return_aux is None:
         return out
-    wanted_lse: Tensor | None = None
-    if call.aux.lse:
-        wanted_lse = lse.unflatten(0, (call.batch, -1)) if call.batch else lse
-    return out, AuxOutput(wanted_lse, max_logits if call.aux.max_logits else None)
+    return out, AuxOutput(lse if call.aux.lse else None, max_logits if call.aux.max_logits else None)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

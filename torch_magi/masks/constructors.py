@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_magi._torch_internals import untraced
 from torch_magi.masks.mask import INF, AttnMask, Bands
 from torch_magi.masks.ranges import Integers, check_length, check_positive, cumulative_lengths, int_array, range_array
 
@@ -55,6 +56,7 @@ def _documents(q: np.ndarray, k: np.ndarray, total_q: int, total_k: int, causal:
     return AttnMask.from_bands(_bands(q[:-1], q[1:], k[:-1], k[1:], dlo, dhi), total_q, total_k)
 
 
+@untraced
 def full(sq: int, sk: int) -> AttnMask:
     """Every query sees every key.
 
@@ -66,6 +68,7 @@ def full(sq: int, sk: int) -> AttnMask:
     return AttnMask.from_bands(_bands(0, sq, 0, sk), sq, sk)
 
 
+@untraced
 def causal(sq: int, sk: int | None = None) -> AttnMask:
     """Query q sees keys k <= q + (sk - sq): aligned at the bottom right, as in flash-attention.
 
@@ -78,6 +81,7 @@ def causal(sq: int, sk: int | None = None) -> AttnMask:
     return sliding_window(sq, sq if sk is None else sk, (None, 0))
 
 
+@untraced
 def sliding_window(sq: int, sk: int, window_size: Window) -> AttnMask:
     """Query q sees keys k with -left <= k - (q + sk - sq) <= right.
 
@@ -95,6 +99,7 @@ def sliding_window(sq: int, sk: int, window_size: Window) -> AttnMask:
     return _documents(np.array([0, sq]), np.array([0, sk]), sq, sk, False, window_size)
 
 
+@untraced
 def document(
     cu_seqlens: Integers, causal: bool = True, window_size: Window = None, total: int | None = None
 ) -> AttnMask:
@@ -111,6 +116,7 @@ def document(
     return _documents(cu, cu, total, total, causal, window_size)
 
 
+@untraced
 def varlen(
     cu_seqlens_q: Integers, cu_seqlens_k: Integers, causal: bool = False, window_size: Window = None,
     total_q: int | None = None, total_k: int | None = None,
@@ -134,6 +140,7 @@ def varlen(
     return _documents(q, k, total_q, total_k, causal, window_size)
 
 
+@untraced
 def from_document_ids(ids: Integers, causal: bool = True, padding_id: int | None = None) -> AttnMask:
     """Query q sees key k if ids[q] == ids[k], and k <= q where `causal`. Ids need not be sorted.
 
@@ -175,6 +182,7 @@ def from_document_ids(ids: Integers, causal: bool = True, padding_id: int | None
     return AttnMask.from_bands(_bands(q0, q1, k0, k1, -INF, 1 if causal else INF), n, n)
 
 
+@untraced
 def from_position_ids(position_ids: Integers, causal: bool = True) -> AttnMask:
     """Packed self-attention where a document begins wherever the position does not go on from the one before.
 
@@ -191,6 +199,7 @@ def from_position_ids(position_ids: Integers, causal: bool = True) -> AttnMask:
     return document(np.concatenate([[0], begins, [len(array)]]), causal=causal)
 
 
+@untraced
 def block_causal(cu_seqlens: Integers, block_size: int, total: int | None = None) -> AttnMask:
     """A query sees key k of its document if k // block_size <= q // block_size, counted within the document.
 
@@ -211,6 +220,7 @@ def block_causal(cu_seqlens: Integers, block_size: int, total: int | None = None
     return AttnMask.from_bands(_bands(a, b, a, b, -INF, size, size), total, total)
 
 
+@untraced
 def chunk_causal(sq: int, sk: int, chunk_size: int) -> AttnMask:
     """Query q sees keys k < chunk_size * (q // chunk_size + 1).
 
@@ -225,6 +235,7 @@ def chunk_causal(sq: int, sk: int, chunk_size: int) -> AttnMask:
     return AttnMask.from_bands(_bands(0, sq, 0, sk, -INF, size, size), sq, sk)
 
 
+@untraced
 def sliding_block(cu_seqlens: Integers, block_size: int, window: int, total: int | None = None) -> AttnMask:
     """Block-causal with a window: a query sees its own block of its document and the `window` blocks before it.
 
@@ -244,6 +255,7 @@ def sliding_block(cu_seqlens: Integers, block_size: int, window: int, total: int
     return AttnMask.from_bands(_bands(a, b, a, b, -window * size, size, size), total, total)
 
 
+@untraced
 def prefix_lm(sq: int, sk: int, prefix: int) -> AttnMask:
     """Causal (bottom right), and every query sees keys [0, prefix).
 
@@ -260,6 +272,7 @@ def prefix_lm(sq: int, sk: int, prefix: int) -> AttnMask:
     return mask | AttnMask.from_bands(_bands(0, mask.shape[0], 0, prefix), *mask.shape)
 
 
+@untraced
 def shared_prefix(prefix: int, cu_seqlens: Integers, prefix_causal: bool = True, total: int | None = None) -> AttnMask:
     """A prefix of `prefix` tokens, then causal documents that all see it: many answers to one prompt.
 
@@ -288,6 +301,7 @@ def shared_prefix(prefix: int, cu_seqlens: Integers, prefix_causal: bool = True,
     return AttnMask.from_bands(np.concatenate(bands), n, n)
 
 
+@untraced
 def bidirectional_spans(mask: AttnMask, spans: Integers) -> AttnMask:
     """Add spans whose tokens all see each other, such as images inside causal text.
 
@@ -308,6 +322,7 @@ def bidirectional_spans(mask: AttnMask, spans: Integers) -> AttnMask:
     return mask | AttnMask.from_slices(ranges, ranges, ["full"] * len(ranges), sq, sk)
 
 
+@untraced
 def from_block_matrix(blocks: Any, q_block: int, k_block: int, sq: int, sk: int) -> AttnMask:
     """Query q sees key k if blocks[q // q_block, k // k_block].
 
@@ -337,6 +352,7 @@ def from_block_matrix(blocks: Any, q_block: int, k_block: int, sq: int, sk: int)
     )  # fmt: skip
 
 
+@untraced
 def or_masks(*masks: AttnMask) -> AttnMask:
     """Query q sees key k if it does in any of the masks, as in FlexAttention's function; faster than many `|`.
 
@@ -349,6 +365,7 @@ def or_masks(*masks: AttnMask) -> AttnMask:
     return AttnMask.from_bands(np.concatenate([m.bands for m in masks]), sq, sk)
 
 
+@untraced
 def and_masks(*masks: AttnMask) -> AttnMask:
     """Query q sees key k if it does in all of the masks, as in FlexAttention's function.
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from torch_magi import _planner
+from torch_magi._torch_internals import untraced
 from torch_magi.masks.mask_type import MaskType
 from torch_magi.masks.ranges import Integers, check_length, range_array
 
@@ -57,6 +58,7 @@ class AttnMask:
     # --- making one --------------------------------------------------------------------------------------
 
     @classmethod
+    @untraced
     def from_canonical_bands(cls, bands: Bands, sq: int, sk: int) -> AttnMask:
         """Return the mask of bands that are in normal form already.
 
@@ -79,6 +81,7 @@ class AttnMask:
         return cls.from_canonical_bands(_planner.normalize(bands), sq, sk)
 
     @classmethod
+    @untraced
     def from_slices(
         cls, q_ranges: Integers, k_ranges: Integers, mask_types: Sequence[Any] | Integers, sq: int, sk: int
     ) -> AttnMask:
@@ -109,6 +112,7 @@ class AttnMask:
         return cls.from_bands(bands, sq, sk)
 
     @classmethod
+    @untraced
     def from_dense(cls, mask: Any) -> AttnMask:
         """Return the mask of a boolean matrix [sq, sk], exactly. Tensor, numpy array or nested lists.
 
@@ -144,6 +148,7 @@ class AttnMask:
     ) -> MaskGrid: ...
 
     @classmethod
+    @untraced
     def from_mask_mod(
         cls, mask_mod: MaskMod, q_len: int, kv_len: int, *, B: int | None = None, H: int | None = None,
         device: torch.device | str = "cpu",
@@ -177,6 +182,7 @@ class AttnMask:
         return from_mask_mod(mask_mod, q_len, kv_len, B=B, H=H, device=device)
 
     @classmethod
+    @untraced
     def from_block_mask(cls, block_mask: Any, *, B: int | None = None, H: int | None = None) -> AttnMask | MaskGrid:
         """Return the pairs that a FlexAttention `BlockMask` shows, exactly.
 

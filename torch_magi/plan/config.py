@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from torch_magi.masks.ranges import check_positive
 from torch_magi.plan.cost import CostModel
 
 Transport = Literal["all_to_all", "symmetric_memory"]
@@ -34,7 +35,7 @@ class PlanConfig:
         cost: figures of the device and its links, for overlap_degree="auto".
 
     Raises:
-        ValueError: for a value outside these ranges.
+        TypeError, ValueError: for a value outside these ranges.
     """
 
     chunk_size: int | None = None
@@ -48,10 +49,9 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.dispatcher not in get_args(Dispatcher):
             raise ValueError(f"dispatcher must be one of {list(get_args(Dispatcher))}, got {self.dispatcher!r}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be positive or None, got {self.chunk_size}")
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node must be positive or None, got {self.ranks_per_node}")
+        for name in ("chunk_size", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.transport not in get_args(Transport):
             raise ValueError(f"transport must be one of {list(get_args(Transport))}, got {self.transport!r}")
         if self.transport == "symmetric_memory" and self.ranks_per_node is not None:
@@ -59,7 +59,9 @@ class PlanConfig:
                 f"transport='symmetric_memory' is for one node, without ranks_per_node, got {self.ranks_per_node}"
             )
         degree = self.overlap_degree
-        if degree != "auto" and (not isinstance(degree, int) or degree < 0):
+        if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 0):
             raise ValueError(f"overlap_degree must be 0 or more, or 'auto', got {degree!r}")
+        if not isinstance(self.cost, CostModel):
+            raise TypeError(f"cost must be a CostModel, got {type(self.cost).__name__}")
         if self.uneven and self.dispatcher != "min_heap":
             raise ValueError(f"uneven=True needs dispatcher='min_heap', got {self.dispatcher!r}")

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from torch_magi import _planner
+from torch_magi._torch_internals import untraced
 from torch_magi.masks import AttnMask
+from torch_magi.masks.ranges import check_positive
 from torch_magi.plan.comm import make_comm_plan
 from torch_magi.plan.config import PlanConfig
 from torch_magi.plan.cost import RankWork, choose_overlap_degree
@@ -20,6 +22,7 @@ from torch_magi.plan.types import AttnPlan, CommPlan, StagePlan
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@untraced
 def make_attn_plan(
     mask: AttnMask,
     num_heads_q: int,
@@ -63,6 +66,8 @@ def make_attn_plan(
     if not isinstance(mask, AttnMask):
         raise TypeError(f"mask must be a torch_magi.masks.AttnMask, got {type(mask).__name__}")
     config = PlanConfig() if config is None else config
+    if not isinstance(config, PlanConfig):
+        raise TypeError(f"config must be a PlanConfig or None, got {type(config).__name__}")
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     _check_sizes(num_heads_q, num_heads_kv, head_dim, head_dim_v, dtype, batch_size, cp_size, cp_rank)
     if config.ranks_per_node is not None and cp_size % config.ranks_per_node:
@@ -120,13 +125,10 @@ def _check_sizes(
     if batch_size is not None:
         sizes["batch_size"] = batch_size
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{name} must be positive, got {size}")
+        check_positive(name, size)
     if num_heads_q % num_heads_kv:
         raise ValueError(f"num_heads_q must be a multiple of num_heads_kv, got {num_heads_q} and {num_heads_kv}")
-    if not 0 <= cp_rank < cp_size:
+    if cp_rank not in range(cp_size):
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")

@@ -59,7 +59,7 @@ def run_ranks(
         fn: with "processes" a function at the top level of a module, as it is imported again there; its
             arguments and results are pickled. It sees its module as imported, not what a test changed in it.
         world_size: number of ranks.
-        backend: "threads" or "processes".
+        backend: "threads" (they share torch's global random numbers, and cannot compile) or "processes".
         args: the same for every rank.
         timeout: seconds for all of it.
 
