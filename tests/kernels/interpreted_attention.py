@@ -209,6 +209,10 @@ class TestOptions:
             magi.flex_flash_attn(wide, wide, wide, masks.causal(8), kernel_options=options)
         with pytest.raises(NotImplementedError, match="sm_margin must be 0 for the kernels in Triton"):
             magi.flex_flash_attn(q, q, q, masks.causal(8), kernel_options={**options, "sm_margin": 1})
+        sinks = ((torch.zeros(1, 2).double(), "torch.float32, got torch.float64"), (torch.zeros(1, 3), r"got \[1, 3\]"))
+        for sink, text in (*sinks, (torch.zeros(7, 1, 2), r"\[n, 2\] or \[8, n, 2\], got \[7, 1, 2\]")):
+            with pytest.raises((TypeError, ValueError), match=text):
+                magi.flex_flash_attn(q, q, q, masks.causal(8), sink=sink, kernel_options=options)
 
 
 def attend(x: Any, mask: AttnMask, first: int, last: int, **options: Any) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # With the environment variable TRITON_INTERPRET=1 Triton runs its kernels on the CPU, for tests.
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 FARTHEST_ROW = 1 << 23  # elements; the rows of a tile are addressed with 32 bits
+JOIN_WARPS = 8  # of programs that join parts, which hold a whole tile in float32
 ROWS_TILE = 64  # pairs (row, head) of a program of `rows_kernel`
 
 
@@ -76,7 +77,7 @@ def forward(
         if work.num_slots:
             join_kernel[(len(work.splits), groups)](
                 work.splits, *parts, one_sink, *before, out, lse, sink_row, heads, PACK=pack, QUERIES=tile.queries,
-                **{name: shape[name] for name in ("DIM_V", "BLOCK_V", "TWOS")},
+                **{name: shape[name] for name in ("DIM_V", "BLOCK_V", "TWOS")}, num_warps=JOIN_WARPS,
             )  # fmt: skip
     return out, lse, max_logits
 
@@ -137,7 +138,7 @@ def backward(
         if k_work.num_slots:
             add_kernel[(len(k_work.splits), heads_kv)](
                 k_work.splits, *parts, dk, dv, heads_kv, KEYS=k_tile.keys,
-                **{name: shape[name] for name in ("DIM", "DIM_V", "BLOCK", "BLOCK_V")},
+                **{name: shape[name] for name in ("DIM", "DIM_V", "BLOCK", "BLOCK_V")}, num_warps=JOIN_WARPS,
             )  # fmt: skip
     return dq, dk, dv, _sink_gradient(sink, lse, delta)
 
@@ -171,6 +172,7 @@ def _tile_of(tile: tiles.Tile, pack: int) -> dict[str, Any]:
         "KEYS": tile.keys,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        "enable_fp_fusion": True,  # exponents are multiply-adds
     }
 
 

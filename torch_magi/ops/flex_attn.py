@@ -73,11 +73,12 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[in
         if asked in ("auto", name) and serves(device, dtype, head_dims):
             return name
     name = str(dtype).removeprefix("torch.")
+    missing = "" if _triton_kernels() else "; Triton is not installed"
     raise NotImplementedError(
-        "flex_attn has kernels for the CPU, for GPUs of compute capability 9.0 (sm90: bfloat16, float16, head_dim up "
-        "to 256), and in Triton for GPUs from 8.0 (triton: also float32), got backend "
-        f"{asked!r}, {name} tensors on {device} and head dims {head_dims}; `python -m torch_magi info` lists what is "
-        "there"
+        "flex_attn has kernels for the CPU (cpu), for GPUs of compute capability 9.0 (sm90: bfloat16, float16, "
+        "head_dim up to 256), and for GPUs from 8.0 on in Triton (triton: also float32), got backend "
+        f"{asked!r}, {name} tensors on {device} and head dims {head_dims}; `python -m torch_magi info` lists what "
+        f"serves what here{missing}"
     )
 
 
