@@ -41,20 +41,20 @@ class Choice(NamedTuple):
 
 FORWARD = Choice(
     {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
-    {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
     "queries",
     "keys",
     kept_tensors=1,
 )
 BACKWARD_QUERIES = Choice(
     {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 1)},
-    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
     "queries",
     "keys",
 )
 BACKWARD_KEYS = Choice(
     {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 1)},
-    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
     "keys",
     "queries",
 )
