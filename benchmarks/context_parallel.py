@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py                        # GPUs, NCCL
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --masks causal --tokens 8192 --peers ring --json FILE
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 256 --heads 4,2 --dim 32
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py --backend gloo --peers ''     # a rehearsal on one GPU
 
 --tokens is per rank. Every row is checked before it is timed: the ranks' results and gradients, each against the same
-rows of the attention of the whole sequence on its own device.
+rows of the attention of the whole sequence on its own device. Ranks may share a GPU with --backend gloo (and
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): results are then as good, times are not.
 
 TFLOP/s: floating point operations of the visible pairs (4 a pair, query head and dimension forward, 10 backward), per
 rank, by the slowest rank's median time. Efficiency: that rate divided by the rate of one device that computes the whole
@@ -225,6 +227,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="how rows travel")
     parser.add_argument("--peers", default=",".join(PEERS), help="of " + ", ".join(PEERS) + "; none: ''")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="default: nccl on GPUs, gloo on the CPU")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--trace", help="folder for a profile of rank 0 for each way, as a Chrome trace")
     parser.add_argument("--json", type=Path)
@@ -249,17 +252,18 @@ def main() -> None:
     given = parse_arguments()
     device = torch.device("cpu")
     if given.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if given.device == "cuda" else "gloo",
-                            device_id=device if given.device == "cuda" else None)  # fmt: skip
+    backend = given.backend or ("nccl" if given.device == "cuda" else "gloo")
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     functorch_config.donated_buffer = False  # backward is timed again and again over one forward
     group = dist.group.WORLD
     assert group is not None
     heads_q, heads_kv = (int(n) for n in given.heads.split(","))
     about = {
         "gpu": torch.cuda.get_device_name() if given.device == "cuda" else "none", "ranks": group.size(),
-        "torch": torch.__version__, "commit": head_commit(), "heads": given.heads, "dim": given.dim,
+        "gpus": torch.cuda.device_count(), "backend": backend, "torch": torch.__version__,
+        "commit": head_commit(), "heads": given.heads, "dim": given.dim,
     }  # fmt: skip
     if group.rank() == 0:
         print(", ".join(f"{k} {v}" for k, v in about.items()), flush=True)

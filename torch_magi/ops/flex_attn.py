@@ -63,6 +63,7 @@ lib.define(
 )
 
 
+@functools.cache  # asked on every call, and nothing that it asks for changes in a process
 def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], asked: str = "auto") -> str:
     """Return the kernels that serve an attention call: "cpu", "sm90" or "triton".
 
