@@ -20,7 +20,7 @@ from torch_magi.attention.inputs import finish, prepare
 from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import LEVELS, Group, group_name_of
-from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_forward
 from torch_magi.ops.autograd import refuse_vmap, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
@@ -210,7 +210,7 @@ lib.define(
     "SymInt[] received, SymInt[] sent, str group_name, float scale, float softcap, bool return_max_logits, "
     "bool deterministic, str backend, int sm_margin, int decomposition)"
     " -> (Tensor out, Tensor lse, Tensor max_logits)",
-    tags=ATTENTION_TAGS,
+    tags=PLAN_TAGS,
 )
 # Eager code runs it as one operator, whose results selective activation checkpointing can keep by its name. Where it
 # is traced it decomposes, so that a compiler sees every start, wait and stage; so does the backward.

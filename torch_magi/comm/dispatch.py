@@ -8,7 +8,7 @@ import torch
 
 from torch_magi.comm.exchange import wait
 from torch_magi.comm.groups import Group, group_name_of
-from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.autograd import wants_grad
 from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
@@ -58,7 +58,9 @@ def _rows_between(x: Tensor, plan: AttnPlan, source: str, target: str, num_rows:
     return x.new_zeros((rows, *x.shape[1:])).index_copy_(0, put, x.index_select(0, taken))
 
 
-lib.define(f"rows_between(Tensor x, {ATTN_PLAN} plan, str source, str target, SymInt num_rows) -> Tensor", tags=TAGS)
+lib.define(
+    f"rows_between(Tensor x, {ATTN_PLAN} plan, str source, str target, SymInt num_rows) -> Tensor", tags=PLAN_TAGS
+)
 lib.impl("rows_between", _rows_between, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "torch_magi::rows_between",
@@ -123,12 +125,12 @@ def _undispatch(x: Tensor, plan: AttnPlan, padded: int, total: int, cp_size: int
     return _gather(x, plan, padded, total, cp_size, group_name)
 
 
-lib.define(f"dispatch(Tensor x, {ATTN_PLAN} plan, SymInt local) -> Tensor", tags=TAGS)
+lib.define(f"dispatch(Tensor x, {ATTN_PLAN} plan, SymInt local) -> Tensor", tags=PLAN_TAGS)
 lib.impl("dispatch", _dispatch, "CompositeImplicitAutograd")
 lib.define(
     f"undispatch(Tensor x, {ATTN_PLAN} plan, SymInt padded, SymInt total, int cp_size, str group_name, str grad)"
     " -> Tensor",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("undispatch", _undispatch, "CompositeImplicitAutograd")
 

@@ -10,7 +10,7 @@ import torch
 
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import Group, group_name_of
-from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.autograd import wants_grad
 from torch_magi.ops.plan_types import COMM_PLAN, Size, plan_size
 from torch_magi.plan import CommPlan
@@ -91,13 +91,13 @@ def _group_reduce(
 lib.define(
     f"group_cast(Tensor x, {COMM_PLAN} plan, SymInt sent, SymInt received, ScalarType comm_dtype, "
     "ScalarType reduce_dtype, str group_name) -> Tensor",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("group_cast", _group_cast, "CompositeImplicitAutograd")
 lib.define(
     f"group_reduce(Tensor x, {COMM_PLAN} plan, SymInt sent, SymInt rows, ScalarType comm_dtype, "
     "ScalarType reduce_dtype, ScalarType dtype, str group_name) -> Tensor",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("group_reduce", _group_reduce, "CompositeImplicitAutograd")
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torch_magi._extension import has_kernel
 from torch_magi.ops import sm90
-from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.attn_tiles import (
     accumulation_dtype,
     fake_backward,
@@ -50,13 +50,13 @@ _OPTIONS = (
 lib.define(
     f"flex_attn_fwd(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, int stage, Tensor? sink, "
     f"Tensor? out_before, Tensor? lse_before, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor max_logits)",
-    tags=ATTENTION_TAGS,
+    tags=PLAN_TAGS,
 )
 lib.define(
     "flex_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"Tensor? dq_before, {ATTN_PLAN} plan, int stage, Tensor? sink, float scale, float softcap, bool grad_float32, "
     "bool deterministic, str backend, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
-    tags=ATTENTION_TAGS,
+    tags=PLAN_TAGS,
 )
 
 
