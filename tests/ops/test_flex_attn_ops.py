@@ -633,7 +633,7 @@ def test_transforms_are_refused() -> None:
         torch.func.jvp(lambda q: flex_attn_fwd(q, K, V, PLAN, scale=1.0)[0], (Q,), (Q,))
     q = Q.clone().requires_grad_()
     out, _, _ = flex_attn_fwd(q, K, V, PLAN, scale=1.0)
-    with pytest.raises(NotImplementedError, match="no second derivative; call backward with create_graph=False"):
+    with pytest.raises(NotImplementedError, match="no second derivatives; call backward with create_graph=False"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 

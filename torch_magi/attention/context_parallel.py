@@ -22,7 +22,7 @@ from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wai
 from torch_magi.comm.groups import LEVELS, Group, group_name_of
 from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_forward
-from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.autograd import refuse_second_derivative, refuse_vmap, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.flex_attn import flex_attn_fwd
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
@@ -140,6 +140,7 @@ class _ContextParallelAttn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
+        refuse_second_derivative(dout, dlse, q, k, v)  # before an exchange starts that nobody would wait for
         plan, group_name = ctx.plan, ctx.group_name
         dout = torch.zeros_like(out) if dout is None else dout
         first = ctx.num_stages - len(ctx.received)

@@ -9,7 +9,7 @@ import torch
 from torch_magi.comm.exchange import wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import PLAN_TAGS, lib
-from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops.autograd import refuse_second_derivative, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
@@ -79,6 +79,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         return rows_between(grad, ctx.plan, LOCAL, WHOLE, ctx.total), None, None
 
 
@@ -107,6 +108,7 @@ class _Undispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         rest = (None,) * 6
         if ctx.grad == "replicated":
             return rows_between(grad, ctx.plan, WHOLE, LOCAL, ctx.local), *rest

@@ -11,7 +11,7 @@ import torch
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.ops._library import PLAN_TAGS, lib
-from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops.autograd import refuse_second_derivative, wants_grad
 from torch_magi.ops.plan_types import COMM_PLAN, Size, plan_size
 from torch_magi.plan import CommPlan
 
@@ -46,6 +46,7 @@ class _GroupCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         comm_dtype, reduce_dtype, dtype = ctx.dtypes
         dx = _reduce(grad, ctx.plan, ctx.sent, ctx.rows, comm_dtype, reduce_dtype, dtype, ctx.group_name)
         return dx, *(None,) * 6
@@ -63,6 +64,7 @@ class _GroupReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         dx = _cast(grad, ctx.plan, ctx.received, ctx.comm_dtype, ctx.group_name).to(ctx.dtype)
         return dx, *(None,) * 7
 
@@ -152,6 +154,11 @@ def tensors_of(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     parts = (x,) if isinstance(x, Tensor) else tuple(x)
     if not parts:
         raise ValueError("x must be a tensor or several, got none")
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"x must be a tensor or several, got {type(part).__name__}")
+        if not part.ndim:
+            raise ValueError("x must have rows, got a tensor without dimensions")
     for part in parts[1:]:
         if part.dtype != parts[0].dtype:
             raise TypeError(f"tensors of one exchange must have one dtype, got {parts[0].dtype} and {part.dtype}")

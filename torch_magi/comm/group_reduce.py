@@ -12,7 +12,7 @@ from torch_magi.comm.group_cast import check_plan_and_group, dtypes_of, pack, te
 from torch_magi.comm.groups import Group
 from torch_magi.comm.lse_columns import attach, detach
 from torch_magi.ops._library import PLAN_TAGS, lib
-from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops.autograd import refuse_second_derivative, wants_grad
 from torch_magi.ops.merge_state import merge_state
 from torch_magi.ops.plan_types import COMM_PLAN, Size, plan_size
 from torch_magi.plan import CommPlan
@@ -60,6 +60,7 @@ class _GroupMerge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(dout, dlse)
         x, lse, out, lse_out = ctx.saved_tensors
         dout = dout.to(ctx.comm_dtype).to(out.dtype)  # as it arrives: so the change of a row's copies still adds up
         delta = (dout * out).sum(-1) - dlse

@@ -21,7 +21,7 @@ from torch_magi.ops.attn_tiles import (
     flex_attn_bwd_tiles,
     flex_attn_fwd_tiles,
 )
-from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.autograd import refuse_second_derivative, refuse_vmap, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.flops import backward_flops, forward_flops
 from torch_magi.ops.merge_state import merge_state, merged_side_grad
@@ -326,10 +326,7 @@ def _autograd_forward(
 
 
 def _autograd_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    if wants_grad(dout, dlse, q, k, v):
-        raise NotImplementedError(
-            "torch_magi attention has no second derivative; call backward with create_graph=False"
-        )
+    refuse_second_derivative(dout, dlse, q, k, v)
     with torch._C._AutoDispatchBelowAutograd():
         return _bwd(dout, dlse, q, k, v, *rest)
 
