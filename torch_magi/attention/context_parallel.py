@@ -275,7 +275,7 @@ def context_parallel_attn(
             return_aux=return_aux, deterministic=deterministic, kernel_options=kernel_options,
         )  # fmt: skip
         return sharding.wrap_all(result, query)
-    group_name = group_name_of(group, plan.cp_size, nodes=True)
+    group_name = group_name_of(group, plan, nodes=True)
     call = prepare(query, key, value, scale, softcap, sink, return_aux, deterministic, kernel_options)
     if call.batch is not None:
         raise ValueError(

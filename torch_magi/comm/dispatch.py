@@ -45,8 +45,8 @@ def _source_rows(plan: AttnPlan, source: str, target: str) -> tuple[Tensor, Tens
 
 def _rows_between(x: Tensor, plan: AttnPlan, source: str, target: str, num_rows: int) -> Tensor:
     expected = {WHOLE: plan.dispatch.total_tokens, LOCAL: plan.num_tokens_local}.get(source)
-    if expected is not None and x.shape[0] != expected:
-        raise ValueError(f"x must have {expected} rows as the plan says, got {x.shape[0]}")
+    if expected is not None:
+        _check_rows(x, expected)
 
     def make() -> tuple[Tensor, Tensor | None, int]:
         taken, put, rows = _source_rows(plan, source, target)
@@ -56,6 +56,11 @@ def _rows_between(x: Tensor, plan: AttnPlan, source: str, target: str, num_rows:
     if put is None:
         return x.index_select(0, taken)
     return x.new_zeros((rows, *x.shape[1:])).index_copy_(0, put, x.index_select(0, taken))
+
+
+def _check_rows(x: Tensor, expected: int) -> None:
+    if x.shape[0] != expected:
+        raise ValueError(f"x must have {expected} rows as the plan says, got {x.shape[0]}")
 
 
 lib.define(
@@ -185,8 +190,10 @@ def undispatch(
     _refuse_dtensor("undispatch", x)
     if grad not in ("replicated", "partial"):
         raise ValueError(f"grad must be 'replicated' or 'partial', got {grad!r}")
-    group_name = group_name_of(group, plan.cp_size)
+    group_name = group_name_of(group, plan)
     if plan.cp_size == 1:
+        if not torch.compiler.is_compiling():
+            _check_rows(x, plan.num_tokens_local)
         return x
     padded, total = plan_size(x, plan, Size.PADDED), plan_size(x, plan, Size.TOTAL)
     moved: Tensor = torch.ops.torch_magi.undispatch(x, plan, padded, total, plan.cp_size, group_name, grad)

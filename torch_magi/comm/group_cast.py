@@ -146,7 +146,7 @@ def check_plan_and_group(comm_plan: CommPlan, group: Group) -> str:
     """Return the name of the group; TypeError or ValueError if it, or the plan, is not one."""
     if not isinstance(comm_plan, CommPlan):
         raise TypeError(f"comm_plan must be a CommPlan, got {type(comm_plan).__name__}; see CommPlan.from_splits")
-    return group_name_of(group, comm_plan.size, nodes=True)
+    return group_name_of(group, comm_plan, nodes=True)
 
 
 def tensors_of(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -120,7 +120,7 @@ def roll(
     Raises:
         TypeError: if `plan` or `group` is something else, for `cu_seqlens` in compiled code, or a float to fill
             integers with.
-        ValueError: if the rows, the group's size or `cu_seqlens` do not fit.
+        ValueError: if the rows, the group's size, `cu_seqlens` or `fill` do not fit.
 
     Example:
         >>> from torch_magi import make_attn_plan, masks, roll
@@ -129,9 +129,15 @@ def roll(
         [1, 2, -100, 4, 5, 6, 7, -100]
     """
     check_plan(plan)
-    group_name = group_name_of(group, plan.cp_size)
-    if isinstance(fill, float) and not (x_local.is_floating_point() or x_local.is_complex()):
-        raise TypeError(f"fill must be an int for x_local of {x_local.dtype}, got {fill}")
+    group_name = group_name_of(group, plan)
+    if fill is not None and not (x_local.is_floating_point() or x_local.is_complex()):
+        if isinstance(fill, float):
+            raise TypeError(f"fill must be an int for x_local of {x_local.dtype}, got {fill}")
+        low, high = (
+            (0, 1) if x_local.dtype == torch.bool else (torch.iinfo(x_local.dtype).min, torch.iinfo(x_local.dtype).max)
+        )
+        if not low <= fill <= high:
+            raise ValueError(f"fill must be in [{low}, {high}] for x_local of {x_local.dtype}, got {fill}")
     if cu_seqlens is not None:
         if torch.compiler.is_compiling():
             raise TypeError(
