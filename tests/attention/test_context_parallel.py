@@ -278,6 +278,20 @@ def test_groups() -> None:
     assert run_ranks(_with_every_kind_of_group, 2, "processes") == [True, True]
 
 
+def test_wrong_tensors_start_no_exchange() -> None:
+    """Nobody would wait for it, which keeps the group from closing."""
+
+    def on_rank(rank: int, group: dist.ProcessGroup) -> None:
+        plan = magi.make_attn_plan(masks.causal(8), 1, 1, 4, dtype=torch.float32, cp_size=2, cp_rank=rank)
+        q, k = torch.ones(8, 1, 4), torch.ones(4, 1, 4)
+        with pytest.raises(
+            ValueError, match=rf"query must have shape \[4, 1, 4\] .* \(rank {rank} of 2 holds 4 rows\)"
+        ):
+            magi.context_parallel_attn(q, k, k, plan, group)
+
+    run_ranks(on_rank, 2, timeout=10)
+
+
 attend = magi.context_parallel_attn
 PLAN = magi.make_attn_plan(masks.causal(8), 2, 2, 16, dtype=torch.float32)
 TWO = magi.make_attn_plan(masks.causal(8), 2, 2, 16, dtype=torch.float32, cp_size=2)

@@ -24,7 +24,7 @@ from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_forward
 from torch_magi.ops.autograd import refuse_second_derivative, refuse_vmap, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
-from torch_magi.ops.flex_attn import flex_attn_fwd
+from torch_magi.ops.flex_attn import check_against_plan, flex_attn_fwd
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
 
@@ -281,6 +281,8 @@ def context_parallel_attn(
         raise ValueError(
             f"query, key and value must be dispatched rows [rows, heads, head_dim], got {list(query.shape)}"
         )
+    if plan.cp_size > 1 and not torch.compiler.is_compiling():
+        check_against_plan(call.q, call.k, call.v, plan, None)  # before an exchange starts that nobody would wait for
     exchanges = range(1 if plan.starts_local else 0, plan.num_stages)
     # The keys are the anchor: an exchange needs them, so that it can start while the queries are still projected.
     received = [plan_size(call.k, plan, Size.RECEIVED, stage) for stage in exchanges]

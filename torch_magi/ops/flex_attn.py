@@ -82,12 +82,13 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[in
     return found
 
 
-def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int) -> None:
+def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int | None) -> None:
     """Raise ValueError or TypeError if tensors are not those that a stage of the plan was made for.
 
-    Where heads are sharded, a rank has an equal share of the plan's: num_heads_q / n with num_heads_kv / n.
+    Without a stage they are the rows that the rank holds. Where heads are sharded, a rank has an equal share of the
+    plan's: num_heads_q / n with num_heads_kv / n.
     """
-    rows, keys = plan.stages[stage].mask.shape
+    rows, keys = (plan.num_tokens_local,) * 2 if stage is None else plan.stages[stage].mask.shape
     heads_q, heads_kv = plan.num_heads_q, plan.num_heads_kv
     if q.ndim == k.ndim == 3 and q.shape[1]:
         n = heads_q // q.shape[1]
