@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py                        # GPUs, NCCL
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --masks causal --tokens 8192 --peers ring --json FILE
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 256 --heads 4,2 --dim 32
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py --backend gloo --peers ''     # a rehearsal on one GPU
 
 --tokens is per rank. Every row is checked before it is timed: the ranks' results and gradients, each against the same
-rows of the attention of the whole sequence on its own device.
+rows of the attention of the whole sequence on its own device. Ranks may share a GPU with --backend gloo (and
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): results are then as good, times are not.
 
 TFLOP/s: floating point operations of the visible pairs (4 a pair, query head and dimension forward, 10 backward), per
 rank, by the slowest rank's median time. Efficiency: that rate divided by the rate of one device that computes the whole
@@ -15,6 +17,7 @@ sequence alone. Leave NVLink multicast off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1) 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch._functorch.config as functorch_config
@@ -32,19 +35,25 @@ from torch.profiler import ProfilerActivity, profile
 
 import torch_magi as magi
 from torch_magi.masks import AttnMask
+from torch_magi.plan.config import Transport
 from torch_magi.testing import YARDSTICK_MASKS
 
 Tensor = torch.Tensor
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "varlen_block_causal")
+MODES = ("eager", "compiled")
+TRANSPORTS = get_args(Transport)
 SAME = 2e-2  # relative Frobenius error of bfloat16 results that are summed in another order
 Call = Callable[[], Any]
 
 
-def torch_magi_way(problem: Problem, overlap_degree: int | Literal["auto"], compiled: bool) -> Way:
+def torch_magi_way(
+    problem: Problem, overlap_degree: int | Literal["auto"], compiled: bool, transport: Transport
+) -> Way:
     """Return the way of this package, with so many stages."""
+    config = magi.PlanConfig(overlap_degree=overlap_degree, transport=transport)
     plan = magi.make_attn_plan(
         problem.mask, problem.heads_q, problem.heads_kv, problem.dim, dtype=problem.dtype, device=problem.device,
-        cp_size=problem.size, cp_rank=problem.rank, config=magi.PlanConfig(overlap_degree=overlap_degree),
+        cp_size=problem.size, cp_rank=problem.rank, config=config,
     )  # fmt: skip
 
     def attention(query: Tensor, key: Tensor, value: Tensor, plan: magi.AttnPlan) -> Tensor:
@@ -143,9 +152,10 @@ def error_of(run: Run, truth: list[Tensor], problem: Problem) -> float:
 def ways_of(given: argparse.Namespace) -> dict[str, Callable[[Problem], Way]]:
     """Return what is compared, by name."""
     ways: dict[str, Callable[[Problem], Way]] = {}
-    for degree in (n if n == "auto" else int(n) for n in given.overlap.split(",")):
-        for mode in given.modes.split(","):
-            ways[f"torch_magi {mode} {degree}"] = lambda p, d=degree, m=mode: torch_magi_way(p, d, m == "compiled")
+    degrees = [n if n == "auto" else int(n) for n in given.overlap.split(",")]
+    for degree, mode, how in itertools.product(degrees, given.modes.split(","), given.transports.split(",")):
+        name = f"torch_magi {mode} {degree}" + (f" {how}" if how != "all_to_all" else "")
+        ways[name] = lambda p, d=degree, m=mode, t=how: torch_magi_way(p, d, m == "compiled", t)
     return ways | {name: PEERS[name] for name in given.peers.split(",") if name}
 
 
@@ -192,7 +202,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     """Return a row of the table as text."""
     lines = []
     for name, found in row["ways"].items():
-        head = f"{row['mask']:<20}{row['tokens']:>8}  {name:<24}"
+        head = f"{row['mask']:<20}{row['tokens']:>8}  {name:<40}"
         if "without" in found:
             lines.append(f"{head}without: {found['without']}")
             continue
@@ -213,14 +223,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", default="64,8", help="query heads, kv heads")
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
     parser.add_argument("--overlap", default="0,1,2,4,auto", help="overlap degrees")
-    parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="how rows travel")
     parser.add_argument("--peers", default=",".join(PEERS), help="of " + ", ".join(PEERS) + "; none: ''")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="default: nccl on GPUs, gloo on the CPU")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--trace", help="folder for a profile of rank 0 for each way, as a Chrome trace")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    for name, known in (("masks", YARDSTICK_MASKS), ("peers", PEERS), ("modes", ("eager", "compiled"))):
+    accepted = {"masks": YARDSTICK_MASKS, "peers": PEERS, "modes": MODES, "transports": TRANSPORTS}
+    for name, known in accepted.items():
         if unknown := [n for n in getattr(given, name).split(",") if n and n not in known]:
             parser.error(f"--{name}: no such {name[:-1]}: {', '.join(unknown)}; there are {', '.join(known)}")
     if "RANK" not in os.environ:
@@ -239,17 +252,18 @@ def main() -> None:
     given = parse_arguments()
     device = torch.device("cpu")
     if given.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if given.device == "cuda" else "gloo",
-                            device_id=device if given.device == "cuda" else None)  # fmt: skip
+    backend = given.backend or ("nccl" if given.device == "cuda" else "gloo")
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     functorch_config.donated_buffer = False  # backward is timed again and again over one forward
     group = dist.group.WORLD
     assert group is not None
     heads_q, heads_kv = (int(n) for n in given.heads.split(","))
     about = {
         "gpu": torch.cuda.get_device_name() if given.device == "cuda" else "none", "ranks": group.size(),
-        "torch": torch.__version__, "commit": head_commit(), "heads": given.heads, "dim": given.dim,
+        "gpus": torch.cuda.device_count(), "backend": backend, "torch": torch.__version__,
+        "commit": head_commit(), "heads": given.heads, "dim": given.dim,
     }  # fmt: skip
     if group.rank() == 0:
         print(", ".join(f"{k} {v}" for k, v in about.items()), flush=True)

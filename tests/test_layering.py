@@ -12,6 +12,7 @@ LAYERS = [
     ("_planner", "_extension", "_torch_internals", "viz"),
     ("masks",),
     ("plan",),
+    ("kernels",),
     ("ops",),
     ("comm",),
     ("attention", "tensor"),

@@ -29,7 +29,24 @@ def test_info_says_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None
     assert f"torch_magi {torch_magi.__version__}" in text
     assert torch.__version__ in text
     assert "range_gather         cpu" in text
-    assert "bfloat16, float16, float32, float64" in text
+    assert "cpu                  bfloat16, float16, float32, float64: cpu\n" in text
+
+
+def test_info_says_which_kernels_serve_what(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> str:
+        if device.type == "cpu" or dtype == torch.float64 or max(head_dims) > 256:
+            raise NotImplementedError
+        return "triton" if dtype == torch.float32 or max(head_dims) > 128 else "sm90"
+
+    monkeypatch.setattr(torch_magi.__main__, "choose_backend", choose)
+    assert run("info", capsys).endswith(
+        "attention\n"
+        "  cpu                  no kernels\n"
+        "  cuda                 bfloat16, float16: sm90 (head_dim up to 128), triton (head_dim up to 256)\n"
+        "                       float32: triton (head_dim up to 256)\n"
+    )
 
 
 def test_info_without_operators(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

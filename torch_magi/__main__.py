@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 from collections.abc import Sequence
 from itertools import accumulate
@@ -26,6 +27,7 @@ from torch_magi.viz.plan_picture import plan_to_string, plot_plan
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MIB = 1 << 20
+MOST_PROBED = 512  # head_dim
 MASKS = (
     "block_causal",
     "causal",
@@ -85,18 +87,25 @@ def print_info(_: argparse.Namespace) -> None:
         print(f"  {operator:20} {', '.join(found) or 'none'}")
     print("attention")
     for device in ("cpu", "cuda"):
-        print(f"  {device:20} {_attention_on(torch.device(device))}")
+        for i, line in enumerate(_attention_on(torch.device(device))):
+            print(f"  {'' if i else device:20} {line}")
 
 
-def _attention_on(device: torch.device) -> str:
-    found = []
+def _attention_on(device: torch.device) -> list[str]:
+    """Return which kernels serve which dtypes, and up to which head_dim."""
+    served: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for name in DTYPES:
-        try:
-            choose_backend(device, getattr(torch, name), (128, 128))
-        except NotImplementedError:
-            continue
-        found.append(name)
-    return ", ".join(found) or "no kernels"
+        widest: dict[str, int] = {}
+        for head_dim in range(8, MOST_PROBED + 1, 8):
+            with contextlib.suppress(NotImplementedError):
+                widest[choose_backend(device, getattr(torch, name), (head_dim, head_dim))] = head_dim
+        if widest:
+            served.setdefault(tuple(widest.items()), []).append(name)
+    return [
+        f"{', '.join(names)}: "
+        + ", ".join(backend + (f" (head_dim up to {n})" if n < MOST_PROBED else "") for backend, n in kernels)
+        for kernels, names in served.items()
+    ] or ["no kernels"]
 
 
 # --- plan -----------------------------------------------------------------------------------------------

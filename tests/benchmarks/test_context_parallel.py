@@ -29,9 +29,12 @@ def test_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert row["tokens"] == 128
         without = row["ways"].pop("torch_cp")["without"]
         assert without.startswith("NotImplementedError")
+        without_gpu = row["ways"].pop("torch_magi eager 2 symmetric_memory")
+        assert row["ways"].pop("torch_magi eager 0 symmetric_memory").keys() == without_gpu.keys()
         assert set(row["ways"]) == {"torch_magi eager 0", "torch_magi eager 2", "all_gather", "ring"}
         for way in row["ways"].values():
             assert way["right"] and way["error"] < 1e-5 and way["backward"]["ms"] > 0
+        assert without_gpu["without"].startswith("NotImplementedError: transport='symmetric_memory'")
 
 
 def test_refuses_what_it_does_not_know() -> None:

@@ -280,8 +280,8 @@ def test_compiled() -> None:
 
 def test_refusals() -> None:
     q = torch.zeros(8, 2, 64, device=GPU, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="got backend 'auto', float32 tensors on cuda:0"):
-        magi.flex_flash_attn(q.float(), q.float(), q.float(), masks.causal(8))
+    with pytest.raises(NotImplementedError, match="got backend 'auto', float64 tensors on cuda:0"):
+        magi.flex_flash_attn(q.double(), q.double(), q.double(), masks.causal(8))
     with pytest.raises(NotImplementedError, match="got backend 'cpu'"):
         magi.flex_flash_attn(q, q, q, masks.causal(8), kernel_options={"backend": "cpu"})
     wide = torch.zeros(8, 2, 320, device=GPU, dtype=torch.bfloat16)

@@ -544,6 +544,7 @@ REFUSALS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("dtype", TypeError, "query must be torch.float32 as the plan says, got torch.float64", {"q": Q.double()}),
     ("mixed dtypes", TypeError, "value must be torch.float32 as the plan says, got torch.float16", {"v": V.half()}),
     ("backend", NotImplementedError, "got backend 'sm90', float32 tensors on cpu", {"backend": "sm90"}),
+    ("interpreter", NotImplementedError, "got backend 'triton', float32 tensors on cpu", {"backend": "triton"}),
     ("sink dtype", RuntimeError, "sink must be float32", {"sink": torch.zeros(1, 4).double()}),
     ("sink heads", RuntimeError, r"sink must have shape \[1, 4\], got \[1, 2\]", {"sink": torch.zeros(1, 2)}),
     ("sink rows", RuntimeError, r"sink must have shape \[8, 1, 4\], got \[7, 1, 4\]", {"sink": torch.zeros(7, 1, 4)}),

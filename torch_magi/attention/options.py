@@ -6,18 +6,19 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-BACKENDS = ("auto", "cpu", "sm90")
+BACKENDS = ("auto", "cpu", "sm90", "triton")
 
 
 class KernelOptions(TypedDict, total=False):
     """Options of the kernels; an unknown key is an error.
 
-    backend: "auto" takes the kernels of the tensors' device; "cpu" and "sm90" insist on those for the CPU and for
-        GPUs of compute capability 9.0.
-    sm_margin: multiprocessors that GPU kernels leave free, for communication beside them; 0 by default.
+    backend: "auto" takes the fastest kernels for the tensors; "cpu", "sm90" and "triton" insist on those for the CPU,
+        for GPUs of compute capability 9.0, and in Triton.
+    sm_margin: multiprocessors that GPU kernels leave free, for communication beside them; 0 by default. Those in
+        Triton leave none.
     """
 
-    backend: Literal["auto", "cpu", "sm90"]
+    backend: Literal["auto", "cpu", "sm90", "triton"]
     sm_margin: int
 
 

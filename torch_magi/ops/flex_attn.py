@@ -1,11 +1,14 @@
 """flex_attn_fwd and flex_attn_bwd: attention of one stage of a plan, differentiable.
 
 The plan is an opaque argument, so a new mask never recompiles. The Python kernels unpack its tile plans and
-call `flex_attn_fwd_tiles` and `flex_attn_bwd_tiles` on the CPU, those of `sm90` on GPUs it was built for.
+call `flex_attn_fwd_tiles` and `flex_attn_bwd_tiles` on the CPU, those of `sm90` on GPUs it was built for, and those in
+Triton on others.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -60,26 +63,50 @@ lib.define(
 )
 
 
+@functools.cache  # asked on every call, and nothing that it asks for changes in a process
 def choose_backend(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], asked: str = "auto") -> str:
-    """Return the kernels that serve a forward pass: "cpu" or "sm90".
+    """Return the kernels that serve an attention call: "cpu", "sm90" or "triton".
 
     Raises:
         NotImplementedError: if none do, or not those that were asked for.
     """
-    found = None
-    if device.type == "cpu":
-        found = "cpu"
-    elif device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and sm90.find_instance(*head_dims):
-        built = torch.cuda.is_available() and has_kernel("flex_attn_fwd_sm90", "cuda")
-        found = "sm90" if built and torch.cuda.get_device_capability(device) == (9, 0) else None
-    if found is None or asked not in ("auto", found):
-        name = str(dtype).removeprefix("torch.")
-        raise NotImplementedError(
-            f"flex_attn has kernels for the CPU, and for GPUs of compute capability 9.0 (bfloat16, float16, "
-            f"head_dim up to 256), got backend {asked!r}, {name} tensors on {device} and head dims {head_dims}"
-            "; `python -m torch_magi info` lists what was built"
-        )
-    return found
+    for name, serves in (("cpu", _cpu_serves), ("sm90", _sm90_serves), ("triton", _triton_serves)):
+        if asked in ("auto", name) and serves(device, dtype, head_dims):
+            return name
+    name = str(dtype).removeprefix("torch.")
+    missing = "" if _triton_kernels() else "; Triton is not installed"
+    raise NotImplementedError(
+        "flex_attn has kernels for the CPU (cpu), for GPUs of compute capability 9.0 (sm90: bfloat16, float16, "
+        "head_dim up to 256), and for GPUs from 8.0 on in Triton (triton: also float32), got backend "
+        f"{asked!r}, {name} tensors on {device} and head dims {head_dims}; `python -m torch_magi info` lists what "
+        f"serves what here{missing}"
+    )
+
+
+def _cpu_serves(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
+    return device.type == "cpu"
+
+
+def _sm90_serves(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not sm90.find_instance(*head_dims):
+        return False
+    built = torch.cuda.is_available() and has_kernel("flex_attn_fwd_sm90", "cuda")
+    return built and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _triton_serves(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
+    kernels = _triton_kernels()
+    return kernels is not None and bool(kernels.serves(device, dtype, head_dims))
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    """Return the module of the Triton kernels, imported on first use; None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from torch_magi.kernels import triton_attention
+
+    return triton_attention
 
 
 def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int | None) -> None:
@@ -151,11 +178,19 @@ def _forward(
     check_against_plan(q, k, v, plan, stage)
     check_before(q, v, out_before, lse_before)
     part = plan.stages[stage]
-    if choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend) == "sm90":
-        before = out_before, lse_before
-        return sm90.forward(
-            q, k, v, plan, part, sink, *before, scale, softcap, out_float32, return_max_logits, sm_margin
-        )
+    chosen = choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend)
+    if chosen != "cpu":
+        if scale < 0:
+            q, scale = -q, -scale
+        elif scale == 0:  # every logit is 0
+            q, scale = torch.zeros_like(q), 1.0
+        v = _without(v, part.hidden("k", v.device))
+        kernels = sm90 if chosen == "sm90" else _triton_kernels()
+        found: tuple[Tensor, Tensor, Tensor] = kernels.forward(
+            q, k, v, plan, part, sink, out_before, lse_before, scale, softcap, out_float32, return_max_logits,
+            sm_margin,
+        )  # fmt: skip
+        return found
     rows, cols = CPU_TILES.q_rows, CPU_TILES.q_cols
     tiles = part.tiles("q", rows, cols, q.device)
     wide = out_float32 or out_before is not None
@@ -189,16 +224,34 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_against_plan(q, k, v, plan, stage)
     shapes, part = CPU_TILES, plan.stages[stage]
-    if choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend) == "sm90":
-        return sm90.backward(
-            dout, dlse, q, k, v, out, lse, dq_before, plan, part, sink, scale, softcap, grad_float32, sm_margin
-        )
+    chosen = choose_backend(q.device, q.dtype, (plan.head_dim, plan.head_dim_v), backend)
+    if chosen != "cpu":
+        kernels = sm90 if chosen == "sm90" else _triton_kernels()
+        factor = 1.0 if scale > 0 else -1.0 if scale < 0 else 0.0  # a scale of 0 is one of 0 * q
+        hidden_rows, hidden_keys = part.hidden("q", q.device), part.hidden("k", k.device)
+        q, k, v = _without(q, hidden_rows), _without(k, hidden_keys), _without(v, hidden_keys)
+        dout = dout.to(q.dtype)
+        if hidden_rows is not None:  # rows that see keys in other stages need theirs for the sink's gradient
+            dout = dout.masked_fill(hidden_rows[:, None, None] & (out == 0), 0.0)
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.backward(
+            dout, dlse, q if factor == 1 else q * factor, k, v, out, lse, dq_before if factor == 1 else None, plan,
+            part, sink, abs(scale) or 1.0, softcap, grad_float32, sm_margin,
+        )  # fmt: skip
+        if factor == 1:
+            return found
+        dq = found[0] * factor
+        return (dq if dq_before is None else dq + dq_before), *found[1:]
     q_tiles = part.tiles("q", shapes.q_rows, shapes.q_cols, q.device)
     k_tiles = part.tiles("k", shapes.k_rows, shapes.k_cols, q.device)
     dq, dk, dv, dsink = flex_attn_bwd_tiles(
         dout, dlse, q, k, v, out, lse, *q_tiles, *k_tiles, sink, list(shapes), scale, softcap, grad_float32
     )
     return dq if dq_before is None else dq.add_(dq_before), dk, dv, dsink
+
+
+def _without(x: Tensor, hidden: Tensor | None) -> Tensor:
+    """Rows that take part in nothing may hold NaN, and 0 * NaN is NaN."""
+    return x if hidden is None else x.masked_fill(hidden[:, None, None], 0.0)
 
 
 def _fake_forward(

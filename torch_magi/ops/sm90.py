@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from torch_magi import _planner
+from torch_magi.kernels.work_lists import choose_split, count_multiprocessors
 from torch_magi.ops._library import PLAN_TAGS, define
 from torch_magi.ops.attn_tiles import fake_backward, fake_forward
 from torch_magi.plan import AttnPlan
@@ -55,8 +55,6 @@ INSTANCES = (
     Instance(256, 256, True, 128, (Width(80),)),
 )
 PARTIAL_TILE = 0.2  # what masking adds to a tile, in tiles
-# What splitting rows costs, in tiles: an item, a part of one on top, and the kernel that joins the parts.
-ITEM, PART, JOIN = 1.0, 2.0, 4.0
 
 _forward = define(
     "flex_attn_fwd_sm90(Tensor q, Tensor k, Tensor v, Tensor items, Tensor runs, Tensor bands, Tensor splits, "
@@ -138,44 +136,6 @@ def choose_tile(
     return rows, min(instance.widths, key=cost).keys
 
 
-def choose_split(n_tiles: np.ndarray, groups: int, multiprocessors: int) -> int | None:
-    """Return the most tiles an item should have, or None where splitting does not pay.
-
-    Few items with many tiles leave most multiprocessors idle: their tiles are shared out. A list whose longest item
-    is short against a multiprocessor's share of the whole is balanced well enough by its order alone.
-
-    Args:
-        n_tiles: int [n_items]; the tiles of each item.
-        groups: how often the list is gone through, for different heads.
-        multiprocessors: of the device.
-    """
-    if not len(n_tiles):
-        return None
-    longest, total = int(n_tiles.max()), groups * int(n_tiles.sum())
-    if 2 * longest * multiprocessors <= total:
-        return None
-
-    def time(most: int) -> float:
-        parts = np.maximum(-(-n_tiles // most), 1)
-        cost = np.repeat(n_tiles / parts + ITEM + np.where(parts > 1, PART, 0.0), parts * groups)
-        return makespan(np.sort(cost)[::-1], multiprocessors) + (JOIN if parts.max() > 1 else 0.0)
-
-    candidates = sorted(
-        {-(-longest // parts) for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if longest}
-    )
-    best = min(candidates, key=time, default=0)
-    return best if best and time(best) < 0.95 * time(longest) else None
-
-
-def makespan(costs: np.ndarray, workers: int) -> float:
-    """Return when the last of `workers` is done if each takes the next cost, in order, as it becomes free."""
-    busy = costs[:workers].tolist()
-    heapq.heapify(busy)
-    for cost in costs[workers:].tolist():
-        heapq.heapreplace(busy, busy[0] + cost)
-    return max(busy, default=0.0)
-
-
 def forward_tiles(plan: AttnPlan, part: StagePlan, softcap: bool, device: torch.device) -> ForwardTiles:
     """Return the tile plan of a stage, made on first use and kept."""
 
@@ -185,7 +145,7 @@ def forward_tiles(plan: AttnPlan, part: StagePlan, softcap: bool, device: torch.
         instance = find_instance(plan.head_dim, plan.head_dim_v, softcap)
         assert instance is not None
         groups = plan.num_heads_q * rows // instance.rows
-        most = choose_split(items[:, 4], groups, torch.cuda.get_device_properties(device).multi_processor_count)
+        most = choose_split(items[:, 4], groups, count_multiprocessors(device))
         splits = np.zeros((0, 4), np.int32)
         if most is not None:
             items, runs, splits = _planner.split_items(items, runs, keys, most)
@@ -203,8 +163,7 @@ def key_tiles(plan: AttnPlan, part: StagePlan, device: torch.device) -> tuple[An
     def make() -> tuple[Any, ...]:
         items, runs, bands = part.tile_arrays("k", BACKWARD_KEYS, BACKWARD_QUERIES, ROW_ALIGNMENT)
         heads, splits = plan.num_heads_q // plan.num_heads_kv, np.zeros((0, 4), np.int32)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        most = choose_split(items[:, 4] * heads, plan.num_heads_kv, multiprocessors)
+        most = choose_split(items[:, 4] * heads, plan.num_heads_kv, count_multiprocessors(device))
         if most is not None:
             items, runs, splits = _planner.split_items(items, runs, BACKWARD_QUERIES, max(most // heads, 1))
         return (*(torch.from_numpy(a).to(device) for a in (items, runs, bands, splits)), int(splits[:, 3].sum()))
@@ -228,12 +187,7 @@ def forward(
     return_max_logits: bool,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute one stage. Arguments as in `flex_attn_fwd`, checked before."""
-    if scale < 0:
-        q, scale = -q, -scale
-    elif scale == 0:  # every logit is 0
-        q, scale = torch.zeros_like(q), 1.0
-    v = _without(v, part.hidden("k", v.device))
+    """Compute one stage. Arguments as in `flex_attn_fwd`, checked before; `scale` is positive."""
     dim_v = v.shape[2]
     q, k, v = (_pad_head(x) for x in (q, k, v))
     if out_before is not None:
@@ -265,17 +219,7 @@ def backward(
     grad_float32: bool,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of one stage. Arguments as in `flex_attn_bwd`, checked before."""
-    if scale <= 0:  # a scale of 0 is one of 0 * q
-        factor, scale = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
-        dq, *rest = backward(
-            dout, dlse, q * factor, k, v, out, lse, None, plan, part, sink, scale, softcap, grad_float32, sm_margin
-        )
-        dq = dq * factor
-        return (dq if dq_before is None else dq + dq_before), *rest  # type: ignore[return-value]
-    hidden_rows, hidden_keys = part.hidden("q", q.device), part.hidden("k", k.device)
-    q, dout = _without(q, hidden_rows), _without(dout.to(q.dtype), hidden_rows)
-    k, v = _without(k, hidden_keys), _without(v, hidden_keys)
+    """Compute the gradients of one stage. Arguments as in `flex_attn_bwd`, checked before; `scale` is positive."""
     dim, dim_v = q.shape[2], v.shape[2]
     q, k, v, dout, out = (_pad_head(x) for x in (q, k, v, dout, out))
     if dq_before is not None:
@@ -288,11 +232,6 @@ def backward(
         grad_float32, sm_margin,
     )  # fmt: skip
     return dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dsink
-
-
-def _without(x: Tensor, hidden: Tensor | None) -> Tensor:
-    """Rows that take part in nothing may hold NaN, and 0 * NaN is NaN."""
-    return x if hidden is None else x.masked_fill(hidden[:, None, None], 0.0)
 
 
 def _pad_head(x: Tensor) -> Tensor:
