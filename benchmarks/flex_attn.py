@@ -102,6 +102,13 @@ def flex(mask: AttnMask, name: str, qkv: list[torch.Tensor], kernel_options: dic
     return lambda: packed(compiled(q, k, v, block_mask=block_mask, enable_gqa=True, kernel_options=kernel_options))
 
 
+def triton(mask: AttnMask, name: str, qkv: list[torch.Tensor]) -> Call:
+    """Return a call of torch_magi's kernels in Triton."""
+    heads_q, heads_kv, dim = qkv[0].shape[1], qkv[1].shape[1], qkv[0].shape[2]
+    plan = magi.make_attn_plan(mask, heads_q, heads_kv, dim, device=GPU)
+    return lambda: magi.flex_flash_attn(*qkv, plan, kernel_options={"backend": "triton"})
+
+
 def flex_flash(mask: AttnMask, name: str, qkv: list[torch.Tensor]) -> Call:
     """Return a call of compiled flex_attention with the kernels of FlashAttention 4."""
     import flash_attn.cute  # noqa: F401
@@ -187,7 +194,7 @@ def fa4_mask_mod(intervals: int) -> Any:
     return mask_mod
 
 
-PEERS = {"cudnn": cudnn, "flex": flex, "flex_flash": flex_flash, "fa4": fa4}
+PEERS = {"cudnn": cudnn, "flex": flex, "triton": triton, "flex_flash": flex_flash, "fa4": fa4}
 # Name -> options of torch_magi for so many query heads.
 FEATURES: dict[str, Callable[[int], dict[str, Any]]] = {
     "sink": lambda heads: {"sink": torch.zeros(1, heads, device=GPU)},

@@ -129,6 +129,13 @@ py::tuple split_item_arrays(const Int32Array& items, const Int32Array& runs, int
                         rows<int32_t>(std::move(splits)));
 }
 
+py::tuple layer_run_arrays(const Int32Array& items, const Int32Array& runs, const Int32Array& bands) {
+  TilePlan p{structs<TileItem>(items, "items"), structs<TileRun>(runs, "runs"), structs<TileBand>(bands, "bands")};
+  layer_runs(p);
+  return py::make_tuple(rows<int32_t>(std::move(p.items)), rows<int32_t>(std::move(p.runs)),
+                        rows<int32_t>(std::move(p.bands)));
+}
+
 py::array_t<int32_t> dispatch(const std::string& kind, const Int64Array& areas, int64_t n_ranks, bool uneven,
                               bool last_is_short) {
   if (n_ranks < 1) throw std::invalid_argument("n_ranks must be positive, got " + std::to_string(n_ranks));
@@ -181,6 +188,7 @@ PYBIND11_MODULE(_planner, m) {
         py::arg("col_align") = 1);
   m.def("split_items", &split_item_arrays, py::arg("items"), py::arg("runs"), py::arg("tile_cols"),
         py::arg("max_tiles"));
+  m.def("layer_runs", &layer_run_arrays, py::arg("items"), py::arg("runs"), py::arg("bands"));
   m.def("dispatch", &dispatch, py::arg("kind"), py::arg("areas"), py::arg("n_ranks"), py::arg("uneven") = false,
         py::arg("last_is_short") = false);
 }

@@ -64,6 +64,9 @@ struct TilePlan {
 TilePlan tile_plan(const Bands& bands, int64_t n_rows, int64_t tile_rows, int64_t tile_cols, int64_t col_align = 1);
 // Shares items of more than `max_tiles` column tiles out to several, as even as they go.
 std::vector<TileSplit> split_items(TilePlan& plan, int32_t tile_cols, int64_t max_tiles);
+// Puts each item's runs without bands first, as many as its flags then say, and gives runs in which a row is in several
+// bands once for each of these: a row has at most one band in any run.
+void layer_runs(TilePlan& plan);
 
 // --- dispatch.cpp: chunks to ranks ------------------------------------------------------------------------
 std::vector<int32_t> dispatch_sequential(int64_t n_chunks, int64_t n_ranks);

@@ -3,7 +3,9 @@
 // Row tiles lie on a grid; column tiles start anywhere. A connected stretch of touched columns is tiled from
 // its own start, rounded down to col_align, and a stretch that one band covers in every row of the tile becomes
 // one run without a mask.
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -191,6 +193,48 @@ std::vector<TileSplit> split_items(TilePlan& plan, int32_t tile_cols, int64_t ma
   plan.items.swap(items);
   sort_longest_first(plan.items);
   return splits;
+}
+
+void layer_runs(TilePlan& plan) {
+  std::vector<TileRun> runs, layered;  // layered: the last run with several bands, as it was replaced
+  runs.reserve(plan.runs.size());
+  std::vector<TileBand> here;
+  std::vector<std::vector<TileBand>> layers;
+  for (TileItem& item : plan.items) {
+    const auto begin = plan.runs.begin() + item.run_begin, end = plan.runs.begin() + item.run_end;
+    item.run_begin = int32_t(runs.size());
+    std::copy_if(begin, end, std::back_inserter(runs), [](const TileRun& r) { return r.n_band == 0; });
+    item.flags = int32_t(runs.size()) - item.run_begin;
+    int32_t last_bands = -1;
+    for (auto r = begin; r != end; ++r) {
+      if (r->n_band == 0) continue;
+      if (r->n_band == 1) {
+        runs.push_back(*r);
+        continue;
+      }
+      if (r->band_begin != last_bands) {
+        last_bands = r->band_begin;
+        const auto first = plan.bands.begin() + r->band_begin;
+        here.assign(first, first + r->n_band);
+        std::stable_sort(here.begin(), here.end(), [](const TileBand& x, const TileBand& y) { return x.r0 < y.r0; });
+        layers.clear();
+        for (const TileBand& b : here) {
+          auto layer = std::find_if(layers.begin(), layers.end(), [&](const auto& l) { return l.back().r1 <= b.r0; });
+          if (layer == layers.end()) layer = layers.emplace(layer);
+          layer->push_back(b);
+        }
+        layered.clear();
+        for (const auto& layer : layers) {
+          layered.push_back({0, 0, int32_t(plan.bands.size()), int32_t(layer.size())});
+          plan.bands.insert(plan.bands.end(), layer.begin(), layer.end());
+        }
+      }
+      for (const TileRun& l : layered) runs.push_back({r->col_start, r->n_tiles, l.band_begin, l.n_band});
+      item.n_tiles += (int32_t(layered.size()) - 1) * r->n_tiles;
+    }
+    item.run_end = int32_t(runs.size());
+  }
+  plan.runs.swap(runs);
 }
 
 }  // namespace magi

@@ -175,25 +175,31 @@ def test_same_bits(name: str) -> None:
 
 
 def test_float32_gradients_add_up() -> None:
-    """Stages of context parallelism: keys in two calls, dq of the first handed to the second."""
-    mask = masks.causal(300, 900)
+    """Stages of context parallelism: keys in two calls, dq of the first handed to the second.
+
+    Some rows see only keys of the second; the sink is in the first.
+    """
+    mask = masks.causal(300, 900) - AttnMask.from_slices([(4, 90)], [(0, 500)], ["full"], 300, 900)
+    sink = torch.randn(1, 8).to(GPU)
     x = random_inputs(mask, 8, 2, 64, dtype=torch.bfloat16, device=GPU, seed=0)
     fwd, bwd = torch.ops.torch_magi.flex_attn_fwd, torch.ops.torch_magi.flex_attn_bwd
     plan = magi.make_attn_plan(mask, 8, 2, 64, device=GPU)
-    out, lse, _ = fwd(x.query, x.key, x.value, plan, 0, *[None] * 3, 0.1, 0.0, False, False, False, "auto", 0)
+    out, lse, _ = fwd(x.query, x.key, x.value, plan, 0, sink, None, None, 0.1, 0.0, False, False, False, "auto", 0)
 
     def part(first: int, last: int, before: Tensor | None) -> tuple[Tensor, ...]:
         plan = magi.make_attn_plan(mask.clip((0, 300), (first, last)), 8, 2, 64, device=GPU)
         k, v = x.key[first:last], x.value[first:last]
         found: tuple[Tensor, ...] = bwd(
-            x.dout, x.dlse, x.query, k, v, out, lse, before, plan, 0, None, 0.1, 0.0, True, False, "auto", 0
-        )
+            x.dout, x.dlse, x.query, k, v, out, lse, before, plan, 0, None if first else sink, 0.1, 0.0, True, False,
+            "auto", 0,
+        )  # fmt: skip
         return found
 
     whole, one = part(0, 900, None), part(0, 500, None)
     two = part(500, 900, one[0])
     assert all(t.dtype == torch.float32 for t in (*whole[:3], *two[:3]))
     torch.testing.assert_close(two[0], whole[0], rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(one[3], whole[3], rtol=1e-4, atol=1e-4)
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([one[i], two[i]]), whole[i], rtol=1e-3, atol=1e-3)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import torch_magi as magi
-from torch_magi import masks
+from torch_magi import _planner, masks
 from torch_magi.kernels import tiles, triton_attention, work_lists
 from torch_magi.kernels.tiles import Tile
 from torch_magi.masks import AttnMask
@@ -185,15 +185,15 @@ class TestOptions:
         x = random_inputs(DOCUMENTS, 8, 2, 16, dtype=torch.float32, seed=0)
         options = {"dout": x.dout, "dlse": x.dlse, "sink": torch.randn(1, 8)}
         expected = run(x.query, x.key, x.value, DOCUMENTS, **options)
-        sort, moved = work_lists.full_runs_first, []
+        make, moved = _planner.layer_runs, []
 
-        def shuffled(items: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            items, runs = sort(items, runs)
+        def shuffled(*plan: np.ndarray) -> tuple[np.ndarray, ...]:
+            items, runs, bands = make(*plan)
             order = np.random.permutation(len(items))
             moved.append((order != np.arange(len(items))).any())
-            return items[order], runs
+            return items[order], runs, bands
 
-        monkeypatch.setattr(work_lists, "full_runs_first", shuffled)
+        monkeypatch.setattr(_planner, "layer_runs", shuffled)
         for _ in range(2):
             found = run(x.query, x.key, x.value, DOCUMENTS, **options)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

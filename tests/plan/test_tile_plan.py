@@ -81,8 +81,20 @@ def check_split(plan: tuple[Array, Array, Array], rows: int, columns: int, tile_
     assert set(whole[:, 0].tolist()).isdisjoint(splits[:, 0].tolist())
 
 
+def check_layers(plan: tuple[Array, Array, Array]) -> int:
+    """Runs without bands come first, and a row is in at most one band of any run; return how many runs were added."""
+    items, runs, bands = _planner.layer_runs(*plan)
+    for row0, n_rows, begin, end, _, n_full, *_ in items.tolist():
+        assert (runs[begin : begin + n_full, 3] == 0).all() and (runs[begin + n_full : end, 3] > 0).all()
+        for _, _, band_begin, n_bands in runs[begin:end].tolist():
+            r0, r1 = bands[band_begin : band_begin + n_bands, :2].T
+            rows = np.arange(row0, row0 + n_rows)[:, None]
+            assert ((rows >= r0) & (rows < r1)).sum(1).max(initial=0) <= 1
+    return len(runs) - len(plan[1])
+
+
 def test_algebra_and_tile_plans(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+    rng, added = np.random.default_rng(seed), 0
     for i in range(150):
         rows, columns = rng.integers(1, 24, 2).tolist()
         a, b = random_bands(rng, rows, columns), random_bands(rng, rows, columns)
@@ -105,6 +117,9 @@ def test_algebra_and_tile_plans(seed: int) -> None:
         plan = _planner.tile_plan(bands, rows, tile_rows, tile_columns)
         assert (replay(plan, rows, columns, tile_columns) == seen_a).all()
         check_split(plan, rows, columns, tile_columns, int(rng.integers(1, 4)))
+        assert (replay(_planner.layer_runs(*plan), rows, columns, tile_columns) == seen_a).all()
+        added += check_layers(plan)
+    assert added > 0
 
 
 def test_aligned_columns(seed: int) -> None:

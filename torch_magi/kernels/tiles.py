@@ -29,29 +29,32 @@ class Choice(NamedTuple):
     """The tiles of one kernel: head dims up to the key have this tile.
 
     kept, streamed: the sides ("queries" or "keys") that stay in shared memory and that pass through it.
+    kept_tensors: of the side that stays: 1 is q alone.
     """
 
     narrow: dict[int, Tile]  # 16-bit inputs
     wide: dict[int, Tile]  # float32 inputs
     kept: str
     streamed: str
+    kept_tensors: int = 2
 
 
 FORWARD = Choice(
     {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
-    {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
     "queries",
     "keys",
+    kept_tensors=1,
 )
 BACKWARD_QUERIES = Choice(
-    {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 1)},
-    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 1)},
+    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
     "queries",
     "keys",
 )
 BACKWARD_KEYS = Choice(
-    {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
-    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 1)},
+    {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
     "keys",
     "queries",
 )
@@ -81,6 +84,6 @@ def choose_tile(choice: Choice, head_dims: tuple[int, int], dtype: torch.dtype, 
     blocks = [block_size(dim) for dim in head_dims]
     table = choice.wide if dtype == torch.float32 else choice.narrow
     tile = next(tile for widest, tile in table.items() if max(blocks) <= widest)
-    row = sum(blocks) * dtype.itemsize
-    free = shared - getattr(tile, choice.kept) * row
-    return tile._replace(stages=max(1, min(tile.stages, free // (getattr(tile, choice.streamed) * row))))
+    kept = getattr(tile, choice.kept) * sum(blocks[: choice.kept_tensors])
+    streamed = getattr(tile, choice.streamed) * sum(blocks)
+    return tile._replace(stages=max(1, min(tile.stages, (shared // dtype.itemsize - kept) // streamed)))

@@ -10,15 +10,14 @@ import triton
 import triton.language as tl
 
 from torch_magi.kernels.triton_common import (
-    band_columns,
     between,
     load_tile,
     power,
-    shown_by,
     store_tile,
     tanh,
     tile_offsets,
     to_logit,
+    visible_columns,
 )
 
 
@@ -83,7 +82,8 @@ def queries_kernel(
     group, item = tl.program_id(0) // n_items, tl.program_id(0) % n_items
     at = items + item * 8
     row0, item_rows = tl.load(at), tl.load(at + 1)
-    run_begin, first_partial, run_end = tl.load(at + 2), tl.load(at + 5), tl.load(at + 3)
+    run_begin, run_end = tl.load(at + 2), tl.load(at + 3)
+    first_masked = run_begin + tl.load(at + 5)
 
     row = tl.arange(0, QUERIES)
     tokens, heads = row0 + row // PACK, group * PACK + row % PACK
@@ -108,7 +108,7 @@ def queries_kernel(
         factor, inner = to_logit(softcap, TWOS), scale / softcap
     total = tl.zeros([QUERIES, BLOCK], tl.float32)
 
-    for run in range(run_begin, first_partial):
+    for run in range(run_begin, first_masked):
         first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
         for tile in range(n_tiles):
             start = (first + tile * KEYS).to(tl.int64)
@@ -116,29 +116,17 @@ def queries_kernel(
                 total, q_tile, dout_tile, row_logits, row_delta, k + start * k_row, v + start * v_row,
                 k_offsets, v_offsets, None, None, factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
             )  # fmt: skip
-    for run in range(first_partial, run_end):
+    for run in range(first_masked, run_end):
         first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
         band, n_bands = tl.load(runs + run * 4 + 2), tl.load(runs + run * 4 + 3)
-        if n_bands == 1:
-            lo, hi = band_columns(bands, band, tokens)
-            for tile in range(n_tiles):
-                start = first + tile * KEYS
-                total = query_gradient(
-                    total, q_tile, dout_tile, row_logits, row_delta, k + start.to(tl.int64) * k_row,
-                    v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    start + column < n_keys, between(lo, hi, start + column),
-                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
-                )  # fmt: skip
-        else:
-            for tile in range(n_tiles):
-                start = first + tile * KEYS
-                total = query_gradient(
-                    total, q_tile, dout_tile, row_logits, row_delta, k + start.to(tl.int64) * k_row,
-                    v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    start + column < n_keys,
-                    shown_by(bands, band, band + n_bands, tokens, start + column),
-                    factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
-                )  # fmt: skip
+        lo, hi = visible_columns(bands, band, band + n_bands, tokens)
+        for tile in range(n_tiles):
+            start = first + tile * KEYS
+            total = query_gradient(
+                total, q_tile, dout_tile, row_logits, row_delta, k + start.to(tl.int64) * k_row,
+                v + start.to(tl.int64) * v_row, k_offsets, v_offsets, start + column < n_keys,
+                between(lo, hi, start + column), factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
+            )  # fmt: skip
 
     total *= scale
     offsets = tile_offsets(tokens.to(tl.int64) * num_heads + heads, DIM, BLOCK)
@@ -194,7 +182,8 @@ def keys_kernel(
     kv_head, item = (tl.program_id(0) // n_items).to(tl.int64), tl.program_id(0) % n_items
     at = items + item * 8
     key0, item_keys, slot = tl.load(at), tl.load(at + 1), tl.load(at + 6)
-    run_begin, first_partial, run_end = tl.load(at + 2), tl.load(at + 5), tl.load(at + 3)
+    run_begin, run_end = tl.load(at + 2), tl.load(at + 3)
+    first_masked = run_begin + tl.load(at + 5)
 
     key = tl.arange(0, KEYS)
     inside = key < item_keys
@@ -218,7 +207,7 @@ def keys_kernel(
         group = kv_head * (HEADS_PER_KV // PACK) + part
         at_q, at_dout = q + group * PACK * q_head, dout + group * PACK * dout_head
         at_lse, at_delta = row_logit + group * n_rows * PACK, delta + group * n_rows * PACK
-        for run in range(run_begin, first_partial):
+        for run in range(run_begin, first_masked):
             first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
             for tile in range(n_tiles):
                 start = (first + tile * TOKENS).to(tl.int64)
@@ -227,31 +216,19 @@ def keys_kernel(
                     at_lse + start * PACK, at_delta + start * PACK, q_offsets, dout_offsets, None, None,
                     factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION, TWOS,
                 )  # fmt: skip
-        for run in range(first_partial, run_end):
+        for run in range(first_masked, run_end):
             first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
             band, n_bands = tl.load(runs + run * 4 + 2), tl.load(runs + run * 4 + 3)
-            if n_bands == 1:
-                lo, hi = band_columns(bands, band, key0 + key)
-                for tile in range(n_tiles):
-                    begin = first + tile * TOKENS
-                    start = begin.to(tl.int64)
-                    state = key_gradients(
-                        state, k_tile, v_tile, at_q + start * q_row, at_dout + start * dout_row,
-                        at_lse + start * PACK, at_delta + start * PACK, q_offsets, dout_offsets,
-                        begin + token < n_rows, between(lo, hi, begin + token),
-                        factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION, TWOS,
-                    )  # fmt: skip
-            else:
-                for tile in range(n_tiles):
-                    begin = first + tile * TOKENS
-                    start = begin.to(tl.int64)
-                    state = key_gradients(
-                        state, k_tile, v_tile, at_q + start * q_row, at_dout + start * dout_row,
-                        at_lse + start * PACK, at_delta + start * PACK, q_offsets, dout_offsets,
-                        begin + token < n_rows,
-                        shown_by(bands, band, band + n_bands, key0 + key, begin + token),
-                        factor, inner, SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION, TWOS,
-                    )  # fmt: skip
+            lo, hi = visible_columns(bands, band, band + n_bands, key0 + key)
+            for tile in range(n_tiles):
+                begin = first + tile * TOKENS
+                start = begin.to(tl.int64)
+                state = key_gradients(
+                    state, k_tile, v_tile, at_q + start * q_row, at_dout + start * dout_row,
+                    at_lse + start * PACK, at_delta + start * PACK, q_offsets, dout_offsets, begin + token < n_rows,
+                    between(lo, hi, begin + token), factor, inner,
+                    SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, QUERIES, PRECISION, TWOS,
+                )  # fmt: skip
 
     total_k, total_v = state
     total_k *= scale

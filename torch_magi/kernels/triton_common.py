@@ -32,31 +32,27 @@ def to_natural(logit, TWOS: tl.constexpr):
 
 
 @triton.jit
-def band_columns(bands, band, rows):
-    """Return the columns [lo, hi) that a band shows of each row (csrc/include/tile_plan.h, TileBand)."""
-    at = bands + band * 8
-    first, last = tl.load(at), tl.load(at + 1)
-    step = tl.load(at + 6)
-    anchor = first + (rows - first) // step * step
-    lo = tl.maximum(tl.load(at + 2), anchor + tl.load(at + 4))
-    hi = tl.minimum(tl.load(at + 3), anchor + tl.load(at + 5))
-    return lo, tl.where((rows >= first) & (rows < last), hi, 0)
+def visible_columns(bands, begin, end, rows):
+    """Return the columns [lo, hi) that some bands show of each row, which is in one of them at most.
+
+    A band is explained in csrc/include/tile_plan.h (TileBand).
+    """
+    lo, hi = tl.zeros_like(rows), tl.zeros_like(rows)
+    for band in range(begin, end):
+        at = bands + band * 8
+        first, last = tl.load(at), tl.load(at + 1)
+        step = tl.load(at + 6)
+        anchor = first + (rows - first) // step * step
+        inside = (rows >= first) & (rows < last)
+        lo = tl.where(inside, tl.maximum(tl.load(at + 2), anchor + tl.load(at + 4)), lo)
+        hi = tl.where(inside, tl.minimum(tl.load(at + 3), anchor + tl.load(at + 5)), hi)
+    return lo, hi
 
 
 @triton.jit
 def between(lo, hi, columns):
     """Return [rows, columns]: lo <= column < hi."""
     return (columns[None, :] >= lo[:, None]) & (columns[None, :] < hi[:, None])
-
-
-@triton.jit
-def shown_by(bands, begin, end, rows, columns):
-    """Return [rows, columns]: whether any of some bands shows the pair."""
-    shown = between(rows, rows, columns)
-    for band in range(begin, end):
-        lo, hi = band_columns(bands, band, rows)
-        shown = shown | between(lo, hi, columns)
-    return shown
 
 
 @triton.jit

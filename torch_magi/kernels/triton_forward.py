@@ -6,16 +6,15 @@ import triton
 import triton.language as tl
 
 from torch_magi.kernels.triton_common import (
-    band_columns,
     between,
     load_tile,
     power,
-    shown_by,
     store_tile,
     tanh,
     tile_offsets,
     to_logit,
     to_natural,
+    visible_columns,
 )
 
 
@@ -119,7 +118,8 @@ def forward_kernel(
     group, item = tl.program_id(0) // n_items, tl.program_id(0) % n_items
     at = items + item * 8
     row0, n_rows, slot = tl.load(at), tl.load(at + 1), tl.load(at + 6)
-    run_begin, first_partial, run_end = tl.load(at + 2), tl.load(at + 5), tl.load(at + 3)
+    run_begin, run_end = tl.load(at + 2), tl.load(at + 3)
+    first_masked = run_begin + tl.load(at + 5)
 
     row = tl.arange(0, QUERIES)
     tokens, heads = row0 + row // PACK, group * PACK + row % PACK
@@ -139,7 +139,7 @@ def forward_kernel(
     lowest = tl.full([QUERIES], float("-inf"), tl.float32)
     state = (lowest, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, BLOCK_V], tl.float32), lowest)
 
-    for run in range(run_begin, first_partial):
+    for run in range(run_begin, first_masked):
         first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
         for tile in range(n_tiles):
             start = (first + tile * KEYS).to(tl.int64)
@@ -147,27 +147,17 @@ def forward_kernel(
                 state, q_tile, k + start * k_row, v + start * v_row, k_offsets, v_offsets, None, None, factor, inner,
                 SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
             )  # fmt: skip
-    for run in range(first_partial, run_end):
+    for run in range(first_masked, run_end):
         first, n_tiles = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
         band, n_bands = tl.load(runs + run * 4 + 2), tl.load(runs + run * 4 + 3)
-        if n_bands == 1:
-            lo, hi = band_columns(bands, band, tokens)
-            for tile in range(n_tiles):
-                start = first + tile * KEYS
-                state = attend(
-                    state, q_tile, k + start.to(tl.int64) * k_row, v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    start + column < n_keys, between(lo, hi, start + column), factor, inner,
-                    SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
-                )  # fmt: skip
-        else:
-            for tile in range(n_tiles):
-                start = first + tile * KEYS
-                state = attend(
-                    state, q_tile, k + start.to(tl.int64) * k_row, v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
-                    start + column < n_keys,
-                    shown_by(bands, band, band + n_bands, tokens, start + column), factor, inner,
-                    SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
-                )  # fmt: skip
+        lo, hi = visible_columns(bands, band, band + n_bands, tokens)
+        for tile in range(n_tiles):
+            start = first + tile * KEYS
+            state = attend(
+                state, q_tile, k + start.to(tl.int64) * k_row, v + start.to(tl.int64) * v_row, k_offsets, v_offsets,
+                start + column < n_keys, between(lo, hi, start + column), factor, inner,
+                SOFTCAP, DIM, DIM_V, BLOCK, BLOCK_V, PRECISION, TWOS,
+            )  # fmt: skip
 
     top, total, weighted, product = state
     if max_logits is not None:

@@ -21,8 +21,8 @@ INTERPRETED_PROGRAMS = 8  # that Triton's interpreter is taken to run at once
 class WorkList(NamedTuple):
     """A tile plan in the form the Triton kernels take; int32 tensors on its device.
 
-    items, runs, bands: csrc/include/tile_plan.h. An item's runs without a mask come first; its flags tell the first
-        one behind them.
+    items, runs, bands: csrc/include/tile_plan.h, after `layer_runs`: an item's runs without a mask come first, as many
+        as its flags say, and a row is in at most one band of a run.
     splits: [n, 4]; rows whose columns several items share.
     num_slots: parts of these.
     """
@@ -58,24 +58,12 @@ def work_list(
             most = choose_split(items[:, 4] * repeats, groups, count_multiprocessors(device))
             if most is not None:
                 items, runs, splits = _planner.split_items(items, runs, tile_cols, max(most // repeats, 1))
-        items, runs = full_runs_first(items, runs)
+        items, runs, bands = _planner.layer_runs(items, runs, bands)
         tensors = [torch.from_numpy(a).to(device) for a in (items, runs, bands, splits)]
         return WorkList(tensors[0], tensors[1], tensors[2], tensors[3], int(splits[:, 3].sum()))
 
     made: WorkList = part.cached(("work list", side, tile_rows, tile_cols, device, groups, repeats), make)
     return made
-
-
-def full_runs_first(items: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return items and runs with each item's runs without bands first, their end in its flags."""
-    items, partial = items.copy(), runs[:, 3] > 0
-    full = np.concatenate([[0], np.cumsum(~partial)])
-    items[:, 5] = items[:, 2] + full[items[:, 3]] - full[items[:, 2]]
-    # The runs of an item are adjacent, and no run is shared. (Of those that were shared out nothing is left.)
-    owner, lengths = np.arange(len(runs)), items[:, 3] - items[:, 2]
-    first = np.repeat(items[:, 2], lengths)
-    owner[first + np.arange(len(first)) - np.repeat(np.cumsum(lengths) - lengths, lengths)] = first
-    return items, runs[np.lexsort((partial, owner))]
 
 
 def count_multiprocessors(device: torch.device) -> int:
