@@ -267,11 +267,29 @@ def _with_every_kind_of_group(rank: int, group: dist.ProcessGroup) -> bool:
     other = magi.make_attn_plan(mask, 1, 1, 4, dtype=torch.float32, cp_size=4, cp_rank=rank)
     with pytest.raises(ValueError, match=r"cp_size=4 ranks, but group .* has 2"):
         magi.context_parallel_attn(q, q, q, other, group)
+    other = magi.make_attn_plan(mask, 1, 1, 4, dtype=torch.float32, cp_size=2, cp_rank=1 - rank)
+    for call in (magi.context_parallel_attn, lambda x, *rest: magi.undispatch(x, *rest[2:])):
+        with pytest.raises(ValueError, match=f"the plan is for rank {1 - rank}, but this is rank {rank} of group"):
+            call(q, q, q, other, group)
     return all(torch.equal(outs[0], o) for o in outs)
 
 
 def test_groups() -> None:
     assert run_ranks(_with_every_kind_of_group, 2, "processes") == [True, True]
+
+
+def test_wrong_tensors_start_no_exchange() -> None:
+    """Nobody would wait for it, which keeps the group from closing."""
+
+    def on_rank(rank: int, group: dist.ProcessGroup) -> None:
+        plan = magi.make_attn_plan(masks.causal(8), 1, 1, 4, dtype=torch.float32, cp_size=2, cp_rank=rank)
+        q, k = torch.ones(8, 1, 4), torch.ones(4, 1, 4)
+        with pytest.raises(
+            ValueError, match=rf"query must have shape \[4, 1, 4\] .* \(rank {rank} of 2 holds 4 rows\)"
+        ):
+            magi.context_parallel_attn(q, k, k, plan, group)
+
+    run_ranks(on_rank, 2, timeout=10)
 
 
 attend = magi.context_parallel_attn
@@ -287,6 +305,7 @@ Q = torch.zeros(8, 2, 16)
     (ValueError, "must be dispatched rows", lambda: attend(Q[None], Q[None], Q[None], PLAN, None)),
     (ValueError, r"query must have shape \[8, 2, 16\]", lambda: attend(Q[:4], Q[:4], Q[:4], PLAN, None)),
     (ValueError, "x must have 8 rows", lambda: magi.dispatch(Q[:3], PLAN)),
+    (ValueError, "x must have 8 rows", lambda: magi.undispatch(Q[:3], PLAN, None)),
     (TypeError, "plan must be an AttnPlan", lambda: magi.dispatch(Q, None)),
     (ValueError, "grad must be 'replicated' or 'partial'", lambda: magi.undispatch(Q, PLAN, None, grad="sum")),
 ])  # fmt: skip

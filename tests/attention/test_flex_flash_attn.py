@@ -293,6 +293,8 @@ REFUSALS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("batch", ValueError, "batch size 2", dict.fromkeys(QKV, Q.expand(2, 8, 2, 16)) | {"key": Q.expand(3, 8, 2, 16)}),
     ("not a mask", TypeError, "mask_or_plan must be an AttnMask or an AttnPlan, got NoneType", {"mask_or_plan": None}),
     ("scale", ValueError, "scale must be a finite number", {"scale": math.nan}),
+    ("scale type", TypeError, "scale must be a number, got Tensor", {"scale": torch.tensor(1.0)}),
+    ("softcap type", TypeError, "softcap must be a number, got NoneType", {"softcap": None}),
     ("softcap", ValueError, "softcap must be 0", {"softcap": -1.0}),
     ("sink dtype", TypeError, "sink must be torch.float32", {"sink": torch.zeros(1, 2).double()}),
     ("sink shape", ValueError, r"sink must have shape \[num_sink, 2\]", {"sink": torch.zeros(1, 3)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -126,7 +127,7 @@ def contradicting_plans(rank: int, group: dist.ProcessGroup) -> str:
         agreed = CommPlan.from_splits([[(0, 2)], [(0, 1)]], expected, 2, rank)
         x = torch.ones(2, 3)
         assert magi.group_cast(x, agreed, group).shape == (sum(expected), 3)
-        broken = CommPlan.from_splits([[(0, 2)], [(0, 1)]], [expected[0], expected[1] + (rank == 1)], 2, rank)
+        broken = CommPlan.from_splits([[(0, 2)], [(0, 1)]], [expected[0] + (rank == 1), expected[1]], 2, rank)
         with pytest.raises(RuntimeError) as error:
             magi.group_cast(x, broken, group)
         return str(error.value)
@@ -138,7 +139,7 @@ def test_c08_contradicting_plans_raise_in_debug_mode() -> None:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL, every rank raises instead of waiting for rows that never come."""
     texts = run_ranks(contradicting_plans, 2, "processes")
     assert texts[0] == texts[1]
-    assert texts[0].startswith("the ranks' plans contradict each other: rank 1 sends 1 rows to rank 1, which expects 2")
+    assert texts[0].startswith("the ranks' plans contradict each other: rank 0 sends 1 rows to rank 1, which expects 2")
 
 
 ALL_TO_ONE: Exchange = ([3, 3, 3, 3], [[[(0, 3)] * 2 for _ in range(4)] for _ in range(4)])
@@ -447,6 +448,8 @@ REFUSALS: list[tuple[type[Exception], str, Any]] = [
         "comm_dtype must be torch.bfloat16 or wider for op='lse'",
         lambda group: reduce(group, [OUT, LSE], op="lse", comm_dtype=torch.float16),
     ),
+    (TypeError, "x must be a tensor or several, got ndarray", lambda group: magi.group_cast(X.numpy(), PLAN, group)),
+    (ValueError, "x must have rows, got a tensor without", lambda group: magi.group_cast(X.sum(), PLAN, group)),
     (ValueError, "x must be a tensor or several, got none", lambda group: magi.group_cast([], PLAN, group)),
     (TypeError, "must have one dtype, got .*float32 and .*float64", lambda group: reduce(group, [X, X.double()])),
     (ValueError, "must have as many rows, got 2 and 1", lambda group: magi.group_cast([X, X[:1]], PLAN, group)),
@@ -480,5 +483,26 @@ def test_refusals(error: type[Exception], text: str, call: Any) -> None:
     def on_rank(rank: int, group: dist.ProcessGroup) -> None:
         with pytest.raises(error, match=text):
             call(group)
+
+    run_ranks(on_rank, 1)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """They were None or wrong, with a warning of torch's."""
+
+    def on_rank(rank: int, group: dist.ProcessGroup) -> None:
+        plan = magi.make_attn_plan(magi.masks.causal(2), 1, 1, 8, cp_size=1)
+        functions: list[Callable[[Tensor], Tensor]] = [
+            lambda x: magi.group_cast(x, PLAN, group),
+            lambda x: magi.group_reduce(x, PLAN, group),
+            lambda x: magi.group_reduce((x[..., None], x), PLAN, group, "lse")[0],
+            lambda x: magi.dispatch(x, plan),
+        ]
+        for function in functions:
+            x = X.clone().requires_grad_()
+            (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+            assert first.shape == x.shape  # of a gradient that depends on nothing
+            with pytest.raises(NotImplementedError, match="no second derivatives; call backward with create_graph=F"):
+                torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
 
     run_ranks(on_rank, 1)

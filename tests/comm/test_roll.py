@@ -216,6 +216,11 @@ REFUSALS: list[tuple[type[Exception], str, Any]] = [
     ),
     (
         ValueError,
+        r"fill must be in \[0, 255\] for x_local of torch.uint8, got -100",
+        lambda: magi.roll(torch.arange(4, dtype=torch.uint8), 1, PLAN, None, fill=-100),
+    ),
+    (
+        ValueError,
         "cu_seqlens must begin with 0, got 1",
         lambda: magi.roll(torch.zeros(4), 1, PLAN, None, cu_seqlens=[1, 4]),
     ),

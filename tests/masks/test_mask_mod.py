@@ -117,7 +117,7 @@ def test_memory_is_bounded_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(asked) <= 1 << 12 and sum(asked) == 300 * 301 + 1
 
 
-def test_the_way_taken_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_way_taken_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def sines(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return torch.sin(q_idx * kv_idx) > 0
 
@@ -131,6 +131,12 @@ def test_the_way_taken_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         "mask_mod read from a run on symbols, 20 x 30 pairs",
         "mask_mod asked for all 20 x 30 pairs",
         "mask_mod asked for 600 pairs of 20 x 30, those in partial blocks",
+    ]
+    caplog.clear()
+    monkeypatch.setattr(mask_mod, "MANY_PAIRS", 599)
+    AttnMask.from_mask_mod(sines, 20, 30)
+    assert caplog.record_tuples == [
+        ("torch_magi.masks.mask_mod", logging.WARNING, "mask_mod asked for all 20 x 30 pairs")
     ]
 
 

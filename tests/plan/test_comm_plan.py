@@ -35,14 +35,21 @@ def test_a_rank_without_rows() -> None:
         (([[]], [0, 0], 4, 0), "send_rows and output_split_sizes must have one entry per rank, got 1 and 2"),
         (([[], []], [0, 0], 4, 2), r"rank must be in \[0, 2\), got 2"),
         (([[], []], [0, 0], 4, -1), r"rank must be in \[0, 2\), got -1"),
-        (([[], []], [0, -3], 4, 0), r"output_split_sizes must not be negative, got \[0, -3\]"),
-        (([[(0, 5)], []], [0, 0], 4, 0), r"send_rows must lie in \[0, 4\] and not be reversed, got \(0, 5\)"),
-        (([[(-1, 2)], []], [0, 0], 4, 0), r"send_rows must lie in \[0, 4\] .* got \(-1, 2\)"),
-        (([[(3, 2)], []], [0, 0], 4, 0), r"send_rows must lie in \[0, 4\] .* got \(3, 2\)"),
+        (([[], []], [0, -3], 4, 0), r"output_split_sizes\[1\] must be 0 or more, got -3"),
+        (([[(0, 5)], []], [0, 0], 4, 0), r"send_rows\[0\] must lie in \[0, 4\], got \[0, 5\] at index 0"),
+        (([[], [(-1, 2)]], [0, 0], 4, 0), r"send_rows\[1\] must lie in \[0, 4\], got \[-1, 2\] at index 0"),
+        (([[(3, 2)], []], [0, 0], 4, 0), r"send_rows\[0\] must not be reversed, got \[3, 2\] at index 0"),
+        (([[0, 2], []], [0, 0], 4, 0), r"send_rows\[0\] must have shape \[n, 2\], got \(2,\)"),
+        (
+            ([[(0, 2)], []], [3, 0], 4, 0),
+            r"from itself what it sends to itself, 2 rows, got output_split_sizes\[0\] = 3",
+        ),
+        (([[(0, 1.5)], []], [1, 0], 4, 0), r"send_rows\[0\] must hold integers, got float64"),
+        (([[], []], [0.5, 0], 4, 0), r"output_split_sizes\[0\] must be an int, got 0.5"),
     ],
 )
 def test_refusals(arguments: tuple, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         CommPlan.from_splits(*arguments)
 
 

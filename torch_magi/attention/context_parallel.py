@@ -20,11 +20,11 @@ from torch_magi.attention.inputs import finish, prepare
 from torch_magi.attention.options import AuxOutput, AuxRequest, KernelOptions
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import LEVELS, Group, group_name_of
-from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.attn_tiles import fake_forward
-from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.autograd import refuse_second_derivative, refuse_vmap, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
-from torch_magi.ops.flex_attn import flex_attn_fwd
+from torch_magi.ops.flex_attn import check_against_plan, flex_attn_fwd
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
 
@@ -140,6 +140,7 @@ class _ContextParallelAttn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
+        refuse_second_derivative(dout, dlse, q, k, v)  # before an exchange starts that nobody would wait for
         plan, group_name = ctx.plan, ctx.group_name
         dout = torch.zeros_like(out) if dout is None else dout
         first = ctx.num_stages - len(ctx.received)
@@ -210,7 +211,7 @@ lib.define(
     "SymInt[] received, SymInt[] sent, str group_name, float scale, float softcap, bool return_max_logits, "
     "bool deterministic, str backend, int sm_margin, int decomposition)"
     " -> (Tensor out, Tensor lse, Tensor max_logits)",
-    tags=ATTENTION_TAGS,
+    tags=PLAN_TAGS,
 )
 # Eager code runs it as one operator, whose results selective activation checkpointing can keep by its name. Where it
 # is traced it decomposes, so that a compiler sees every start, wait and stage; so does the backward.
@@ -274,12 +275,14 @@ def context_parallel_attn(
             return_aux=return_aux, deterministic=deterministic, kernel_options=kernel_options,
         )  # fmt: skip
         return sharding.wrap_all(result, query)
-    group_name = group_name_of(group, plan.cp_size, nodes=True)
+    group_name = group_name_of(group, plan, nodes=True)
     call = prepare(query, key, value, scale, softcap, sink, return_aux, deterministic, kernel_options)
     if call.batch is not None:
         raise ValueError(
             f"query, key and value must be dispatched rows [rows, heads, head_dim], got {list(query.shape)}"
         )
+    if plan.cp_size > 1 and not torch.compiler.is_compiling():
+        check_against_plan(call.q, call.k, call.v, plan, None)  # before an exchange starts that nobody would wait for
     exchanges = range(1 if plan.starts_local else 0, plan.num_stages)
     # The keys are the anchor: an exchange needs them, so that it can start while the queries are still projected.
     received = [plan_size(call.k, plan, Size.RECEIVED, stage) for stage in exchanges]

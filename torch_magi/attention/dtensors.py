@@ -64,7 +64,7 @@ class RowSharding(NamedTuple):
     @property
     def group_name(self) -> str:
         """The name of the group of the ranks that share the rows."""
-        return group_name_of(self.mesh.get_group(self.cp_dim), None)
+        return group_name_of(self.mesh.get_group(self.cp_dim))
 
     def placements(self, rows: int | None, heads: int | None) -> list[Placement]:
         """Return how a tensor is placed whose rows and heads, if it has any, are these dimensions."""
@@ -150,8 +150,8 @@ def row_sharding_of(query: Tensor, key: Tensor, value: Tensor, group: Group | No
             )
         cp_dim = found[0]
     else:
-        name = group_name_of(group, None)
-        named = [i for i in range(mesh.ndim) if group_name_of(mesh.get_group(i), None) == name]
+        name = group_name_of(group)
+        named = [i for i in range(mesh.ndim) if group_name_of(mesh.get_group(i)) == name]
         if not named:
             raise ValueError(f"group {name!r} must be that of a dimension of query's mesh, got {mesh}")
         cp_dim = named[0]

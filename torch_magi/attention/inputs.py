@@ -51,6 +51,9 @@ def prepare(
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    for what, number in (("scale", scale), ("softcap", softcap)):
+        if number is None or isinstance(number, (str, torch.Tensor)):  # not numbers.Real: symbols are none
+            raise TypeError(f"{what} must be a number, got {type(number).__name__}")
     # Comparisons and not math.isfinite: these may be symbols of torch.compile.
     if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be a finite number, got {scale}")

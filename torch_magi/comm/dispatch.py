@@ -8,8 +8,8 @@ import torch
 
 from torch_magi.comm.exchange import wait
 from torch_magi.comm.groups import Group, group_name_of
-from torch_magi.ops._library import TAGS, lib
-from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops._library import PLAN_TAGS, lib
+from torch_magi.ops.autograd import refuse_second_derivative, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.plan_types import ATTN_PLAN, Size, plan_size
 from torch_magi.plan import AttnPlan
@@ -45,8 +45,8 @@ def _source_rows(plan: AttnPlan, source: str, target: str) -> tuple[Tensor, Tens
 
 def _rows_between(x: Tensor, plan: AttnPlan, source: str, target: str, num_rows: int) -> Tensor:
     expected = {WHOLE: plan.dispatch.total_tokens, LOCAL: plan.num_tokens_local}.get(source)
-    if expected is not None and x.shape[0] != expected:
-        raise ValueError(f"x must have {expected} rows as the plan says, got {x.shape[0]}")
+    if expected is not None:
+        _check_rows(x, expected)
 
     def make() -> tuple[Tensor, Tensor | None, int]:
         taken, put, rows = _source_rows(plan, source, target)
@@ -58,7 +58,14 @@ def _rows_between(x: Tensor, plan: AttnPlan, source: str, target: str, num_rows:
     return x.new_zeros((rows, *x.shape[1:])).index_copy_(0, put, x.index_select(0, taken))
 
 
-lib.define(f"rows_between(Tensor x, {ATTN_PLAN} plan, str source, str target, SymInt num_rows) -> Tensor", tags=TAGS)
+def _check_rows(x: Tensor, expected: int) -> None:
+    if x.shape[0] != expected:
+        raise ValueError(f"x must have {expected} rows as the plan says, got {x.shape[0]}")
+
+
+lib.define(
+    f"rows_between(Tensor x, {ATTN_PLAN} plan, str source, str target, SymInt num_rows) -> Tensor", tags=PLAN_TAGS
+)
 lib.impl("rows_between", _rows_between, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "torch_magi::rows_between",
@@ -77,6 +84,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         return rows_between(grad, ctx.plan, LOCAL, WHOLE, ctx.total), None, None
 
 
@@ -105,6 +113,7 @@ class _Undispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         rest = (None,) * 6
         if ctx.grad == "replicated":
             return rows_between(grad, ctx.plan, WHOLE, LOCAL, ctx.local), *rest
@@ -123,12 +132,12 @@ def _undispatch(x: Tensor, plan: AttnPlan, padded: int, total: int, cp_size: int
     return _gather(x, plan, padded, total, cp_size, group_name)
 
 
-lib.define(f"dispatch(Tensor x, {ATTN_PLAN} plan, SymInt local) -> Tensor", tags=TAGS)
+lib.define(f"dispatch(Tensor x, {ATTN_PLAN} plan, SymInt local) -> Tensor", tags=PLAN_TAGS)
 lib.impl("dispatch", _dispatch, "CompositeImplicitAutograd")
 lib.define(
     f"undispatch(Tensor x, {ATTN_PLAN} plan, SymInt padded, SymInt total, int cp_size, str group_name, str grad)"
     " -> Tensor",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("undispatch", _undispatch, "CompositeImplicitAutograd")
 
@@ -181,8 +190,10 @@ def undispatch(
     _refuse_dtensor("undispatch", x)
     if grad not in ("replicated", "partial"):
         raise ValueError(f"grad must be 'replicated' or 'partial', got {grad!r}")
-    group_name = group_name_of(group, plan.cp_size)
+    group_name = group_name_of(group, plan)
     if plan.cp_size == 1:
+        if not torch.compiler.is_compiling():
+            _check_rows(x, plan.num_tokens_local)
         return x
     padded, total = plan_size(x, plan, Size.PADDED), plan_size(x, plan, Size.TOTAL)
     moved: Tensor = torch.ops.torch_magi.undispatch(x, plan, padded, total, plan.cp_size, group_name, grad)

@@ -19,7 +19,7 @@ from torch_magi.comm import lowerings
 from torch_magi.comm.groups import LEVELS, check_levels, resolve_group
 from torch_magi.comm.lse_columns import attach, detach
 from torch_magi.comm.symmetric import copy_stream, start_copies
-from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.plan_types import ATTN_PLAN, COMM_PLAN, comm_plan_of
 from torch_magi.plan import AttnPlan, CommPlan
 
@@ -211,16 +211,18 @@ for _suffix, _type in (("", ATTN_PLAN), ("_rows", COMM_PLAN)):
                                    (f"group_reduce_all_to_all{_suffix}", "bool merge, ", _start_reduce)):  # fmt: skip
         lib.define(
             f"{_name}(Tensor x, Tensor? after, {_type} plan, int stage, {_merge}SymInt rows, str group_name) -> Tensor",
-            tags=TAGS,
+            tags=PLAN_TAGS,
         )
         lib.impl(_name, _kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"torch_magi::{_name}", _fake_start, lib=lib)
     _name = f"add_returned{_suffix}"
-    lib.define(f"{_name}(Tensor x, {_type} plan, int stage, SymInt num_rows) -> Tensor", tags=TAGS)
+    lib.define(f"{_name}(Tensor x, {_type} plan, int stage, SymInt num_rows) -> Tensor", tags=PLAN_TAGS)
     lib.impl(_name, _add_returned, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_magi::{_name}", _fake_add, lib=lib)
 
-lib.define(f"merge_returned(Tensor x, Tensor lse, {COMM_PLAN} plan, SymInt num_rows) -> (Tensor, Tensor)", tags=TAGS)
+lib.define(
+    f"merge_returned(Tensor x, Tensor lse, {COMM_PLAN} plan, SymInt num_rows) -> (Tensor, Tensor)", tags=PLAN_TAGS
+)
 lib.impl("merge_returned", _merge_returned, "CompositeExplicitAutograd")
 torch.library.register_fake("torch_magi::merge_returned", _fake_merge, lib=lib)
 

@@ -10,8 +10,8 @@ import torch
 
 from torch_magi.comm.exchange import add_returned, start_cast, start_reduce, wait
 from torch_magi.comm.groups import Group, group_name_of
-from torch_magi.ops._library import TAGS, lib
-from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops._library import PLAN_TAGS, lib
+from torch_magi.ops.autograd import refuse_second_derivative, wants_grad
 from torch_magi.ops.plan_types import COMM_PLAN, Size, plan_size
 from torch_magi.plan import CommPlan
 
@@ -46,6 +46,7 @@ class _GroupCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         comm_dtype, reduce_dtype, dtype = ctx.dtypes
         dx = _reduce(grad, ctx.plan, ctx.sent, ctx.rows, comm_dtype, reduce_dtype, dtype, ctx.group_name)
         return dx, *(None,) * 6
@@ -63,6 +64,7 @@ class _GroupReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
         dx = _cast(grad, ctx.plan, ctx.received, ctx.comm_dtype, ctx.group_name).to(ctx.dtype)
         return dx, *(None,) * 7
 
@@ -91,13 +93,13 @@ def _group_reduce(
 lib.define(
     f"group_cast(Tensor x, {COMM_PLAN} plan, SymInt sent, SymInt received, ScalarType comm_dtype, "
     "ScalarType reduce_dtype, str group_name) -> Tensor",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("group_cast", _group_cast, "CompositeImplicitAutograd")
 lib.define(
     f"group_reduce(Tensor x, {COMM_PLAN} plan, SymInt sent, SymInt rows, ScalarType comm_dtype, "
     "ScalarType reduce_dtype, ScalarType dtype, str group_name) -> Tensor",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("group_reduce", _group_reduce, "CompositeImplicitAutograd")
 
@@ -144,7 +146,7 @@ def check_plan_and_group(comm_plan: CommPlan, group: Group) -> str:
     """Return the name of the group; TypeError or ValueError if it, or the plan, is not one."""
     if not isinstance(comm_plan, CommPlan):
         raise TypeError(f"comm_plan must be a CommPlan, got {type(comm_plan).__name__}; see CommPlan.from_splits")
-    return group_name_of(group, comm_plan.size, nodes=True)
+    return group_name_of(group, comm_plan, nodes=True)
 
 
 def tensors_of(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -152,6 +154,11 @@ def tensors_of(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     parts = (x,) if isinstance(x, Tensor) else tuple(x)
     if not parts:
         raise ValueError("x must be a tensor or several, got none")
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"x must be a tensor or several, got {type(part).__name__}")
+        if not part.ndim:
+            raise ValueError("x must have rows, got a tensor without dimensions")
     for part in parts[1:]:
         if part.dtype != parts[0].dtype:
             raise TypeError(f"tensors of one exchange must have one dtype, got {parts[0].dtype} and {part.dtype}")

@@ -11,8 +11,8 @@ from torch_magi.comm.exchange import merge_returned, start_cast, start_reduce, w
 from torch_magi.comm.group_cast import check_plan_and_group, dtypes_of, pack, tensors_of, unpack
 from torch_magi.comm.groups import Group
 from torch_magi.comm.lse_columns import attach, detach
-from torch_magi.ops._library import TAGS, lib
-from torch_magi.ops.autograd import wants_grad
+from torch_magi.ops._library import PLAN_TAGS, lib
+from torch_magi.ops.autograd import refuse_second_derivative, wants_grad
 from torch_magi.ops.merge_state import merge_state
 from torch_magi.ops.plan_types import COMM_PLAN, Size, plan_size
 from torch_magi.plan import CommPlan
@@ -25,7 +25,7 @@ def _num_copies(anchor: Tensor, plan: CommPlan, rows: int) -> Tensor:
     return plan.num_copies_on(anchor.device)
 
 
-lib.define(f"num_copies(Tensor anchor, {COMM_PLAN} plan, SymInt rows) -> Tensor", tags=TAGS)
+lib.define(f"num_copies(Tensor anchor, {COMM_PLAN} plan, SymInt rows) -> Tensor", tags=PLAN_TAGS)
 lib.impl("num_copies", _num_copies, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "torch_magi::num_copies", lambda anchor, plan, rows: anchor.new_empty(rows, dtype=torch.int64), lib=lib
@@ -60,6 +60,7 @@ class _GroupMerge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(dout, dlse)
         x, lse, out, lse_out = ctx.saved_tensors
         dout = dout.to(ctx.comm_dtype).to(out.dtype)  # as it arrives: so the change of a row's copies still adds up
         delta = (dout * out).sum(-1) - dlse
@@ -84,7 +85,7 @@ def _group_merge(x: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 lib.define(
     f"group_merge(Tensor x, Tensor lse, {COMM_PLAN} plan, SymInt sent, SymInt rows, ScalarType comm_dtype, "
     "ScalarType reduce_dtype, str group_name) -> (Tensor out, Tensor lse_out)",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("group_merge", _group_merge, "CompositeImplicitAutograd")
 

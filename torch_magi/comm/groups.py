@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_magi.plan import CommPlan
+from torch_magi.plan import AttnPlan, CommPlan
 
 Group = dist.ProcessGroup | DeviceMesh | str
 
@@ -17,20 +17,21 @@ Group = dist.ProcessGroup | DeviceMesh | str
 LEVELS = "|"  # between the names of the groups of a mesh of nodes: "between nodes|within the node"
 
 
-def group_name_of(group: Group | None, cp_size: int | None, *, nodes: bool = False) -> str:
-    """Return the name of a process group of `cp_size` ranks; "" for a single rank without a group.
+def group_name_of(group: Group | None, plan: AttnPlan | CommPlan | None = None, *, nodes: bool = False) -> str:
+    """Return the name of a process group; "" for a single rank without a group.
 
     Args:
         group: a ProcessGroup, a one-dimensional DeviceMesh, or the name of a group.
-        cp_size: the number of ranks that the plan was made for; None: there is no plan, any number is right.
+        plan: what is to be done in the group.
         nodes: also take a DeviceMesh of shape (nodes, ranks per node). The result then names two groups.
 
     Raises:
         TypeError: if `group` is none of these.
-        ValueError: if the group has another number of ranks, or the mesh more than one dimension.
+        ValueError: if the plan is for another rank or number of ranks, or the mesh has more than one dimension.
     """
+    cp_size = 1 if plan is None else plan.size if isinstance(plan, CommPlan) else plan.cp_size
     if group is None:
-        if cp_size is None or cp_size == 1:
+        if cp_size == 1:
             return ""
         raise TypeError(f"group must be given: the plan is for cp_size={cp_size} ranks, got None")
     if isinstance(group, DeviceMesh):
@@ -49,10 +50,17 @@ def group_name_of(group: Group | None, cp_size: int | None, *, nodes: bool = Fal
         name = group.group_name
     else:
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or a group name, got {type(group).__name__}")
-    if cp_size is not None and not torch.compiler.is_compiling():
-        size = math.prod(resolve_group(level).size() for level in name.split(LEVELS))
+    if plan is not None and not torch.compiler.is_compiling():
+        levels = [resolve_group(level) for level in name.split(LEVELS)]
+        size = math.prod(level.size() for level in levels)
         if size != cp_size:
             raise ValueError(f"the plan is for cp_size={cp_size} ranks, but group {name!r} has {size}")
+        rank = plan.rank if isinstance(plan, CommPlan) else plan.cp_rank
+        if len(levels) == 1 and levels[0].rank() != rank:
+            raise ValueError(
+                f"the plan is for rank {rank}, but this is rank {levels[0].rank()} of group {name!r}; each rank needs "
+                "its own part"
+            )
     return name
 
 

@@ -93,6 +93,6 @@ def cp_mean_loss(
     number = count if isinstance(count, Tensor) else torch.full_like(loss_sum, count, dtype=torch.float64)
     if number.shape != loss_sum.shape:
         raise ValueError(f"count must have shape {list(loss_sum.shape)} as loss_sum, got {list(number.shape)}")
-    group_name = group_name_of(group, None)
+    group_name = group_name_of(group)
     mean: Tensor = torch.ops.torch_magi.cp_mean_loss(loss_sum, number, group_name, grad_reduction == "mean")
     return mean

@@ -11,7 +11,7 @@ from torch_magi.comm.dispatch import check_plan
 from torch_magi.comm.exchange import Step, all_to_all, wait
 from torch_magi.comm.groups import Group, group_name_of
 from torch_magi.masks.ranges import Integers, int_array
-from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.autograd import wants_grad
 from torch_magi.ops.plan_types import ATTN_PLAN
 from torch_magi.plan import AttnPlan
@@ -49,11 +49,11 @@ def _fake_start(x: Tensor, plan: object, shift: int, wrap: bool, group_name: str
 
 lib.define(
     f"roll_all_to_all(Tensor x, {ATTN_PLAN} plan, int shift, bool wrap, str group_name) -> Tensor",
-    tags=TAGS,
+    tags=PLAN_TAGS,
 )
 lib.impl("roll_all_to_all", _start_roll, "CompositeExplicitAutograd")
 torch.library.register_fake("torch_magi::roll_all_to_all", _fake_start, lib=lib)
-lib.define(f"place_rolled(Tensor x, {ATTN_PLAN} plan, int shift, Scalar? fill) -> Tensor", tags=TAGS)
+lib.define(f"place_rolled(Tensor x, {ATTN_PLAN} plan, int shift, Scalar? fill) -> Tensor", tags=PLAN_TAGS)
 lib.impl("place_rolled", _place_rolled, "CompositeExplicitAutograd")
 torch.library.register_fake("torch_magi::place_rolled", lambda x, plan, shift, fill: x.new_empty(x.shape), lib=lib)
 lowerings.START_OPS.append(torch.ops.torch_magi.roll_all_to_all)
@@ -83,7 +83,7 @@ def _roll(x: Tensor, plan: AttnPlan, shift: int, fill: Number | None, group_name
 
 
 # Decomposes while it is traced, so that a compiler sees start and wait.
-lib.define(f"roll(Tensor x, {ATTN_PLAN} plan, int shift, Scalar? fill, str group_name) -> Tensor", tags=TAGS)
+lib.define(f"roll(Tensor x, {ATTN_PLAN} plan, int shift, Scalar? fill, str group_name) -> Tensor", tags=PLAN_TAGS)
 lib.impl("roll", _roll, "CompositeImplicitAutograd")
 
 
@@ -120,7 +120,7 @@ def roll(
     Raises:
         TypeError: if `plan` or `group` is something else, for `cu_seqlens` in compiled code, or a float to fill
             integers with.
-        ValueError: if the rows, the group's size or `cu_seqlens` do not fit.
+        ValueError: if the rows, the group's size, `cu_seqlens` or `fill` do not fit.
 
     Example:
         >>> from torch_magi import make_attn_plan, masks, roll
@@ -129,9 +129,15 @@ def roll(
         [1, 2, -100, 4, 5, 6, 7, -100]
     """
     check_plan(plan)
-    group_name = group_name_of(group, plan.cp_size)
-    if isinstance(fill, float) and not (x_local.is_floating_point() or x_local.is_complex()):
-        raise TypeError(f"fill must be an int for x_local of {x_local.dtype}, got {fill}")
+    group_name = group_name_of(group, plan)
+    if fill is not None and not (x_local.is_floating_point() or x_local.is_complex()):
+        if isinstance(fill, float):
+            raise TypeError(f"fill must be an int for x_local of {x_local.dtype}, got {fill}")
+        low, high = (
+            (0, 1) if x_local.dtype == torch.bool else (torch.iinfo(x_local.dtype).min, torch.iinfo(x_local.dtype).max)
+        )
+        if not low <= fill <= high:
+            raise ValueError(f"fill must be in [{low}, {high}] for x_local of {x_local.dtype}, got {fill}")
     if cu_seqlens is not None:
         if torch.compiler.is_compiling():
             raise TypeError(

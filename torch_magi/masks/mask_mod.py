@@ -2,7 +2,8 @@
 
 The pairs of a mask_mod are read from one run on symbols (mask_mod_symbolic.py) where its operations allow it, which
 takes time for what it describes, not for S x S pairs. Else it is asked for all pairs, in blocks, as `create_mask` of
-torch asks. Which way was taken is logged, at level INFO, by the logger "torch_magi.masks.mask_mod".
+torch asks. Which way was taken is logged by the logger "torch_magi.masks.mask_mod", at level INFO, and at level WARNING
+before minutes of asking.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch_magi.masks.ranges import IntArray, check_length, check_positive
 # Pairs that are asked for at once: their tables take some 100 MB, and larger ones were slower (8192 x 8192 pairs
 # of packed documents on 2 CPU cores: 0.5 s like this, 1.2 s at once, 2.5 s in blocks of an eighth).
 PAIRS = 1 << 22
+MANY_PAIRS = 1 << 33  # half a minute or more
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ def from_mask_mod(
         traced = traced_mask(mask_mod, *shape, b, h)
         if traced is not None:
             return traced
-        logger.info("mask_mod asked for all %d x %d pairs", *shape)
+        level = logging.WARNING if shape[0] * shape[1] > MANY_PAIRS else logging.INFO
+        logger.log(level, "mask_mod asked for all %d x %d pairs", *shape)
         return AttnMask.from_bands(
             evaluated_bands(mask_mod, b, h, whole_range(shape[0]), [whole_range(shape[1])], device), *shape
         )

@@ -16,7 +16,7 @@ lib = torch.library.Library("torch_magi", "DEF")
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 # Inductor's CUDA graphs would replay an old plan: they do not look at opaque arguments.
-ATTENTION_TAGS = (*TAGS, torch.Tag.cudagraph_unsafe)
+PLAN_TAGS = (*TAGS, torch.Tag.cudagraph_unsafe)
 
 
 def define(schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = TAGS) -> Any:

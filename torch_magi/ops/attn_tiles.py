@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_magi.ops._library import ATTENTION_TAGS, define
+from torch_magi.ops._library import PLAN_TAGS, define
 
 Tensor = torch.Tensor
 
@@ -85,7 +85,7 @@ flex_attn_fwd_tiles = define(
     "int tile_rows, int tile_cols, float scale, float softcap, bool out_float32, bool return_max_logits)"
     " -> (Tensor out, Tensor lse, Tensor max_logits)",
     _fake_forward,
-    ATTENTION_TAGS,
+    PLAN_TAGS,
 )
 flex_attn_bwd_tiles = define(
     "flex_attn_bwd_tiles(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -93,5 +93,5 @@ flex_attn_bwd_tiles = define(
     "int[] tile_shape, float scale, float softcap, bool grad_float32)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
     _fake_backward,
-    ATTENTION_TAGS,
+    PLAN_TAGS,
 )

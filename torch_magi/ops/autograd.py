@@ -27,6 +27,12 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
     return wanted
 
 
+def refuse_second_derivative(*grads: torch.Tensor | None) -> None:
+    """Raise NotImplementedError in a backward pass that is itself to be differentiated."""
+    if wants_grad(*grads):
+        raise NotImplementedError("torch_magi has no second derivatives; call backward with create_graph=False")
+
+
 def refuse_vmap(name: str) -> None:
     """Make `torch.vmap` over an operator an error that says what to do."""
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torch_magi._extension import has_kernel
 from torch_magi.ops import sm90
-from torch_magi.ops._library import ATTENTION_TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
 from torch_magi.ops.attn_tiles import (
     accumulation_dtype,
     fake_backward,
@@ -24,7 +24,7 @@ from torch_magi.ops.attn_tiles import (
     flex_attn_bwd_tiles,
     flex_attn_fwd_tiles,
 )
-from torch_magi.ops.autograd import refuse_vmap, wants_grad
+from torch_magi.ops.autograd import refuse_second_derivative, refuse_vmap, wants_grad
 from torch_magi.ops.dtensors import note_dtensors
 from torch_magi.ops.flops import backward_flops, forward_flops
 from torch_magi.ops.merge_state import merge_state, merged_side_grad
@@ -53,13 +53,13 @@ _OPTIONS = (
 lib.define(
     f"flex_attn_fwd(Tensor q, Tensor k, Tensor v, {ATTN_PLAN} plan, int stage, Tensor? sink, "
     f"Tensor? out_before, Tensor? lse_before, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor max_logits)",
-    tags=ATTENTION_TAGS,
+    tags=PLAN_TAGS,
 )
 lib.define(
     "flex_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"Tensor? dq_before, {ATTN_PLAN} plan, int stage, Tensor? sink, float scale, float softcap, bool grad_float32, "
     "bool deterministic, str backend, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
-    tags=ATTENTION_TAGS,
+    tags=PLAN_TAGS,
 )
 
 
@@ -109,12 +109,13 @@ def _triton_kernels() -> Any:
     return triton_attention
 
 
-def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int) -> None:
+def check_against_plan(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan, stage: int | None) -> None:
     """Raise ValueError or TypeError if tensors are not those that a stage of the plan was made for.
 
-    Where heads are sharded, a rank has an equal share of the plan's: num_heads_q / n with num_heads_kv / n.
+    Without a stage they are the rows that the rank holds. Where heads are sharded, a rank has an equal share of the
+    plan's: num_heads_q / n with num_heads_kv / n.
     """
-    rows, keys = plan.stages[stage].mask.shape
+    rows, keys = (plan.num_tokens_local,) * 2 if stage is None else plan.stages[stage].mask.shape
     heads_q, heads_kv = plan.num_heads_q, plan.num_heads_kv
     if q.ndim == k.ndim == 3 and q.shape[1]:
         n = heads_q // q.shape[1]
@@ -379,10 +380,7 @@ def _autograd_forward(
 
 
 def _autograd_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    if wants_grad(dout, dlse, q, k, v):
-        raise NotImplementedError(
-            "torch_magi attention has no second derivative; call backward with create_graph=False"
-        )
+    refuse_second_derivative(dout, dlse, q, k, v)
     with torch._C._AutoDispatchBelowAutograd():
         return _bwd(dout, dlse, q, k, v, *rest)
 

@@ -7,7 +7,8 @@ import enum
 import torch
 
 from torch_magi._torch_internals import register_reference_type
-from torch_magi.ops._library import TAGS, lib
+from torch_magi.ops._library import PLAN_TAGS, lib
+from torch_magi.ops.autograd import refuse_vmap
 from torch_magi.plan import AttnPlan, CommPlan
 
 # Traced code may read these fields of an AttnPlan; another value of one of them recompiles.
@@ -54,9 +55,10 @@ def _fake_plan_size(anchor: torch.Tensor, plan: object, stage: int, which: int) 
 
 for _name, _type in (("plan_size", ATTN_PLAN), ("comm_plan_size", COMM_PLAN)):
     # The anchor tells Inductor the device.
-    lib.define(f"{_name}(Tensor anchor, {_type} plan, int stage, int which) -> SymInt", tags=TAGS)
+    lib.define(f"{_name}(Tensor anchor, {_type} plan, int stage, int which) -> SymInt", tags=PLAN_TAGS)
     lib.impl(_name, _plan_size, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_magi::{_name}", _fake_plan_size, lib=lib)
+    refuse_vmap(_name)  # with which group_cast, dispatch and the like begin
 
 
 def plan_size(anchor: torch.Tensor, plan: AttnPlan | CommPlan, which: Size, stage: int = 0) -> int:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from torch_magi import _planner
 from torch_magi.kernels.work_lists import choose_split, count_multiprocessors
-from torch_magi.ops._library import ATTENTION_TAGS, define
+from torch_magi.ops._library import PLAN_TAGS, define
 from torch_magi.ops.attn_tiles import fake_backward, fake_forward
 from torch_magi.plan import AttnPlan
 from torch_magi.plan.types import StagePlan
@@ -62,7 +62,7 @@ _forward = define(
     "float softcap, bool out_float32, bool return_max_logits, int sm_margin)"
     " -> (Tensor out, Tensor lse, Tensor max_logits)",
     lambda q, k, v, *rest: fake_forward(q, v, *rest[-3:-1]),
-    ATTENTION_TAGS,
+    PLAN_TAGS,
 )
 
 
@@ -72,7 +72,7 @@ _backward = define(
     "Tensor k_splits, Tensor? sink, int tile_rows, int tile_cols, int num_slots, float scale, float softcap, "
     "bool grad_float32, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
     lambda dout, dlse, q, k, v, *rest: fake_backward(q, k, v, rest[10], rest[-2]),
-    ATTENTION_TAGS,
+    PLAN_TAGS,
 )
 # What the dK and dV kernel is built with, and where its tiles of queries may begin (flex_attn_bwd_dkdv.h).
 BACKWARD_KEYS, BACKWARD_QUERIES, ROW_ALIGNMENT = 128, 64, 4

@@ -21,7 +21,7 @@ import torch
 from torch_magi import _planner
 from torch_magi._torch_internals import OpaqueBase
 from torch_magi.masks import AttnMask
-from torch_magi.masks.ranges import Integers, cumulative_lengths
+from torch_magi.masks.ranges import Integers, check_length, cumulative_lengths, range_array
 from torch_magi.plan.config import PlanConfig
 from torch_magi.plan.dispatch import DispatchPlan, IntArray
 
@@ -178,7 +178,7 @@ class CommPlan(Frozen):
             rank: this rank.
 
         Raises:
-            ValueError: if the lists contradict each other or a range lies outside the tensor.
+            TypeError, ValueError: if the lists contradict each other, or hold no ranges of rows of the tensor.
         """
         size = len(output_split_sizes)
         if len(send_rows) != size:
@@ -187,19 +187,16 @@ class CommPlan(Frozen):
             )
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, {size}), got {rank}")
-        if any(n < 0 for n in output_split_sizes):
-            raise ValueError(f"output_split_sizes must not be negative, got {list(output_split_sizes)}")
-        flat = [r for ranges in send_rows for r in ranges]
-        for a, b in flat:
-            if not 0 <= a <= b <= num_rows:
-                raise ValueError(f"send_rows must lie in [0, {num_rows}] and not be reversed, got ({a}, {b})")
-        return cls(
-            np.array(flat, np.int64).reshape(-1, 2),
-            tuple(sum(b - a for a, b in ranges) for ranges in send_rows),
-            tuple(int(n) for n in output_split_sizes),
-            num_rows,
-            rank,
-        )
+        num_rows = check_length("num_rows", num_rows)
+        received = tuple(check_length(f"output_split_sizes[{r}]", n) for r, n in enumerate(output_split_sizes))
+        ranges = [range_array(f"send_rows[{r}]", given, num_rows) for r, given in enumerate(send_rows)]
+        sent = tuple(int((to[:, 1] - to[:, 0]).sum()) for to in ranges)
+        if sent[rank] != received[rank]:
+            raise ValueError(
+                f"rank {rank} must receive from itself what it sends to itself, {sent[rank]} rows, got "
+                f"output_split_sizes[{rank}] = {received[rank]}"
+            )
+        return cls(np.concatenate(ranges), sent, received, num_rows, rank)
 
     def __str__(self) -> str:
         nodes = "" if self.intra is None else f"; within its node: {self.intra}"
@@ -302,11 +299,13 @@ class AttnPlan(Frozen):
     Attributes:
         mask: the global mask, of all rows and keys.
         num_heads_q, num_heads_kv, head_dim, head_dim_v, dtype: what the tensors must be.
+        device: where `position_ids` lie.
         batch_size: B where the mask was given for one element of a batch; the plan then covers B of them.
         cp_size, cp_rank: number of ranks, and whose part this is.
         config: the choices it was made with.
         dispatch: who holds which rows.
-        stages: the attention calls of this rank.
+        stages, num_stages: the attention calls of this rank.
+        num_tokens_local: rows that this rank holds.
         area_per_rank: visible pairs that each rank computes.
         comm_rows_per_rank: key rows that each rank receives from others in one forward pass.
         comm_rows_between_nodes: key rows that travel from one node to another in one forward pass, of all ranks
