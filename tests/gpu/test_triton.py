@@ -35,7 +35,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
 GPU = torch.device("cuda")
 NAMED = named_masks()
 TRITON: Any = {"backend": "triton"}
-HALF = [torch.bfloat16, torch.float16]
 run = flex_flash_runner(kernel_options=TRITON)
 
 
@@ -94,24 +93,28 @@ def test_random_masks(part: int, seed: int) -> None:
         count_probe(run, mask, *heads, dims[0], dtype=torch.bfloat16, device=GPU)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (5, 1), (6, 1), (8, 1), (16, 1), (24, 2)], ids=str)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
-    check(masks.document([0, 100, 333, 500]), heads, (128, 128), dtype)
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (6, 1), (16, 1), (24, 2)], ids=str)
+def test_grouped_heads(heads: tuple[int, int]) -> None:
+    check(masks.document([0, 100, 333, 500]), heads, (128, 128))
 
 
-@pytest.mark.parametrize(
-    "dims", [(8, 8), (40, 24), (72, 64), (80, 128), (96, 96), (160, 128), (192, 192), (20, 12), (1, 3)], ids=str
-)
+@pytest.mark.parametrize("dims", [(1, 3), (20, 12), (40, 24), (80, 128), (96, 96), (192, 192)], ids=str)
 def test_head_dims_in_between(dims: tuple[int, int]) -> None:
     check(masks.causal(300), dims=dims)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-def test_softcap(dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_softcap(dims: tuple[int, int]) -> None:
     for softcap in (2.0, 50.0):
-        check(masks.document([0, 100, 333, 500]), (8, 2), dims, dtype, softcap=softcap)
+        check(masks.document([0, 100, 333, 500]), (8, 2), dims, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    for softcap in (0.0, 2.0):
+        check(
+            masks.document([0, 100, 333, 500]), (8, 2), (64, 64), dtype, softcap=softcap, sink=torch.randn(2, 8).to(GPU)
+        )
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 4.0])
@@ -129,7 +132,7 @@ def test_sink(shape: str) -> None:
         check(mask, (8, 2), (128, 128), sink=torch.randn(size, generator=gen).to(GPU))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (20, 12)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (20, 12)], ids=str)
 def test_parts(dims: tuple[int, int]) -> None:
     """Few rows with many keys, and few keys with many rows, which several items share."""
     for mask in (masks.causal(130, 9000), masks.full(4000, 150), masks.full(1, 5000)):
