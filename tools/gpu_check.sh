@@ -23,7 +23,8 @@ for step in $steps; do
   echo "=== $step ($(date +%T))"
   case $step in
     tests)
-      timeout 240 python3 -m pytest tests/gpu --ignore=tests/gpu/test_triton.py "${pytest_options[@]}" 2>&1 | tail -60 ;;
+      timeout 240 python3 -m pytest tests/gpu --ignore=tests/gpu/test_triton.py "${pytest_options[@]}" 2>&1 | tail -60
+      timeout 200 python3 -m pytest tests/attention/test_mask_functions.py -k gpu "${pytest_options[@]}" 2>&1 | tail -60 ;;
     triton) timeout 400 python3 -m pytest tests/gpu/test_triton.py "${pytest_options[@]}" 2>&1 | tail -60 ;; # compiles first
     sanitizer)
       for tool in memcheck synccheck racecheck; do
