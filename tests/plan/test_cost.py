@@ -7,6 +7,7 @@ import torch
 
 from torch_magi import PlanConfig, make_attn_plan, masks
 from torch_magi.plan.cost import LARGEST_AUTOMATIC_DEGREE, CostModel, RankWork, choose_overlap_degree, seconds_of
+from torch_magi.plan.planner import _works
 from torch_magi.testing import YARDSTICK_MASKS
 
 UNIT = CostModel(flops=1.0, bandwidth=1.0, exchange_latency=0.0, call=0.0)
@@ -27,6 +28,13 @@ UNIT = CostModel(flops=1.0, bandwidth=1.0, exchange_latency=0.0, call=0.0)
 def test_by_hand(overlap_degree: int, forward: float, backward: float) -> None:
     work = RankWork(local_flops=1.0, remote_flops=4.0, bytes=4.0)
     assert seconds_of(work, overlap_degree, UNIT) == forward + backward
+
+
+def test_two_steps_take_both_links() -> None:
+    cost = CostModel(flops=1.0, bandwidth=2.0, exchange_latency=0.5, call=0.0, bandwidth_between_nodes=0.5)
+    # Keys: twice the latency, 4 / 2 within the node, 1 / 0.5 between nodes. Gradients of keys are twice as large.
+    assert seconds_of(RankWork(0.0, 0.0, 4.0, 1.0), 0, cost) == (1 + 2 + 2) + (1 + 2 + 2) + (1 + 4 + 4)
+    assert seconds_of(RankWork(0.0, 0.0, 4.0), 0, cost) == (0.5 + 2) + (0.5 + 2) + (0.5 + 4)
 
 
 def test_latency_and_calls_are_paid_per_stage() -> None:
@@ -80,6 +88,7 @@ def test_slow_links_want_more_stages_than_fast_ones() -> None:
     [
         ("flops", 0.0, "flops must be positive, got 0.0"),
         ("bandwidth", -1.0, "bandwidth must be positive, got -1.0"),
+        ("bandwidth_between_nodes", 0.0, "bandwidth_between_nodes must be positive, got 0.0"),
         ("exchange_latency", -1.0, "exchange_latency must be 0 or more, got -1.0"),
         ("call", float("nan"), "call must be 0 or more, got nan"),
     ],
@@ -92,3 +101,31 @@ def test_impossible_figures_are_refused(name: str, value: float, message: str) -
 def test_other_degrees_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap_degree must be 0 or more, or 'auto', got 'many'"):
         PlanConfig(overlap_degree="many")
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+@pytest.mark.parametrize("name", sorted(YARDSTICK_MASKS))
+def test_bytes_of_both_steps(name: str, ranks_per_node: int) -> None:
+    """Those of the exchanges that are planned, in one stage."""
+    mask = YARDSTICK_MASKS[name](4096)
+    config = PlanConfig(overlap_degree=1, ranks_per_node=ranks_per_node)
+    plans = [make_attn_plan(mask, 1, 1, 1, cp_size=8, cp_rank=r, config=config) for r in range(8)]
+    for plan, work in zip(plans, _works(mask, plans[0].dispatch, 1, 1, ranks_per_node), strict=True):
+        comm = plan.stages[-1].comm
+        assert comm is not None and comm.intra is not None
+        node, place = divmod(plan.cp_rank, ranks_per_node)
+        from_nodes, from_places = list(comm.output_split_sizes), list(comm.intra.output_split_sizes)
+        del from_nodes[node], from_places[place]
+        assert (work.bytes_between_nodes, work.bytes) == (sum(from_nodes), sum(from_places))
+        assert (work.local_flops, work.remote_flops) == (plan.stages[0].mask.area, plan.stages[1].mask.area)
+
+
+def test_slow_links_between_nodes_want_more_stages() -> None:
+    mask = masks.causal(1 << 17)
+
+    def stages(bandwidth: float) -> int:
+        cost = CostModel(bandwidth=2000e9, bandwidth_between_nodes=bandwidth)
+        config = PlanConfig(overlap_degree="auto", cost=cost, ranks_per_node=4)
+        return make_attn_plan(mask, 64, 8, 128, dtype=torch.bfloat16, cp_size=8, config=config).num_stages
+
+    assert stages(10e9) > stages(1000e9)

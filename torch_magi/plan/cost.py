@@ -5,6 +5,7 @@
 
 A stage begins when the one before is done and its keys are there. The backward takes 2.5 times the work, exchanges the
 keys again, and returns float32 gradients of a stage while the next is computed; those of the last are waited for.
+An exchange in two steps, between nodes and within them, takes both steps one after the other.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class CostModel:
 
     Attributes:
         flops: floating point operations per second of the forward pass, of visible pairs.
-        bandwidth: bytes per second that a rank receives in an exchange.
-        exchange_latency: seconds from the start of an exchange of nothing until it has arrived.
+        bandwidth: bytes per second that a rank receives in an exchange; within a node, where there are several.
+        bandwidth_between_nodes: bytes per second that a rank receives from other nodes, with `ranks_per_node`.
+        exchange_latency: seconds from the start of a step of an exchange of nothing until it has arrived.
         call: seconds that an attention call takes beyond its floating point operations.
 
     Raises:
@@ -34,9 +36,10 @@ class CostModel:
     bandwidth: float = 300e9
     exchange_latency: float = 30e-6
     call: float = 15e-6
+    bandwidth_between_nodes: float = 45e9
 
     def __post_init__(self) -> None:
-        for name in ("flops", "bandwidth"):
+        for name in ("flops", "bandwidth", "bandwidth_between_nodes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("exchange_latency", "call"):
@@ -48,12 +51,14 @@ class RankWork(NamedTuple):
     """What one rank does in a forward pass.
 
     local_flops, remote_flops: floating point operations over its own keys, and over those of others.
-    bytes: of the keys and values that it receives from others.
+    bytes: of the keys and values that it receives from others; in an exchange in two steps, in the second.
+    bytes_between_nodes: of those that it receives in the first step, for its node; None: there is one step.
     """
 
     local_flops: float
     remote_flops: float
     bytes: float
+    bytes_between_nodes: float | None = None
 
 
 BACKWARD_FLOPS = 2.5  # of the forward's
@@ -64,8 +69,11 @@ LARGEST_AUTOMATIC_DEGREE = 8
 def seconds_of(work: RankWork, overlap_degree: int, cost: CostModel) -> float:
     """Return how long forward and backward of a rank take with so many stages."""
     stages = max(overlap_degree, 1)
-    arrival = cost.exchange_latency + work.bytes / stages / cost.bandwidth
-    returned = cost.exchange_latency + GRADIENT_BYTES * work.bytes / stages / cost.bandwidth
+    latency, transfer = cost.exchange_latency, work.bytes / stages / cost.bandwidth
+    if work.bytes_between_nodes is not None:
+        latency *= 2
+        transfer += work.bytes_between_nodes / stages / cost.bandwidth_between_nodes
+    arrival, returned = latency + transfer, latency + GRADIENT_BYTES * transfer
 
     def calls(factor: float) -> tuple[float, float]:
         local = cost.call + factor * work.local_flops / cost.flops

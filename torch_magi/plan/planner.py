@@ -151,7 +151,8 @@ def _make_stages(
         return (StagePlan(mask, None),), (0,), None if config.ranks_per_node is None else 0
     degree = config.overlap_degree
     if degree == "auto":
-        works = _works(mask, dispatch, 2 * heads[0] * sum(head_dims), heads[1] * sum(head_dims) * dtype.itemsize)
+        flops_of_pair, bytes_of_row = 2 * heads[0] * sum(head_dims), heads[1] * sum(head_dims) * dtype.itemsize
+        works = _works(mask, dispatch, flops_of_pair, bytes_of_row, config.ranks_per_node)
         degree = choose_overlap_degree(works, config.cost)
     received = split_into_stages(mask.bands, dispatch, degree, config.ranks_per_node or 1)
     stages = [StagePlan(local_mask(mask, rows, rows), None)] if degree else []
@@ -183,16 +184,32 @@ def _rows_between_nodes(
     return rows
 
 
-def _works(mask: AttnMask, dispatch: DispatchPlan, flops_of_pair: int, bytes_of_row: int) -> list[RankWork]:
+def _works(
+    mask: AttnMask, dispatch: DispatchPlan, flops_of_pair: int, bytes_of_row: int, ranks_per_node: int | None
+) -> list[RankWork]:
     """Return what every rank computes and receives in a forward pass."""
+
+    def num_bytes(ranges: IntArray) -> float:
+        return float(bytes_of_row * int((ranges[:, 1] - ranges[:, 0]).sum()))
+
+    needed = []  # of every rank: ranges and their owners
+    for rank in range(dispatch.cp_size):
+        pieces, index = needed_keys(mask.bands, dispatch, rank)
+        needed.append((pieces, dispatch.segments[index, 2]))
     works = []
     for rank, area in enumerate(_areas(mask, dispatch)):
         rows = dispatch.ranges(rank)
         local = local_mask(mask, rows, rows).area
-        pieces, index = needed_keys(mask.bands, dispatch, rank)
-        remote = pieces[dispatch.segments[index, 2] != rank]
-        received = int((remote[:, 1] - remote[:, 0]).sum())
-        works.append(RankWork(flops_of_pair * local, flops_of_pair * (area - local), float(bytes_of_row * received)))
+        (pieces, owner), between = needed[rank], None
+        remote = pieces[owner != rank]
+        if ranks_per_node is not None:
+            node, place = divmod(rank, ranks_per_node)
+            remote = pieces[owner % ranks_per_node != place]
+            of_node = needed[node * ranks_per_node : (node + 1) * ranks_per_node]
+            first_step = [p[(o % ranks_per_node == place) & (o // ranks_per_node != node)] for p, o in of_node]
+            between = num_bytes(merge_ranges(np.concatenate(first_step)))
+        computed = flops_of_pair * local, flops_of_pair * (area - local)
+        works.append(RankWork(*computed, num_bytes(remote), between))
     return works
 
 
