@@ -1,4 +1,4 @@
-"""Rows that ranks copy out of each other's memory: which ones, in which order. On GPUs: tests/gpu/test_symmetric.py."""
+"""Rows that ranks copy out of each other's memory: which ones, in which order. On GPUs: tests/gpu/test_transport.py."""
 
 from __future__ import annotations
 
